@@ -1,9 +1,9 @@
-/* What allocations of non-model memory cost, and what they waste: pairs of one size, and a recorded trace.
- * SPDX-License-Identifier: Apache-2.0
+/* Measures the time and the fragmentation of non-model allocations: pairs of alloc and free of one size, and a recorded
+ * trace. SPDX-License-Identifier: Apache-2.0
  *
- * Through the functions that PyTorch calls, inside an open operator, so that its peak is counted. Fragmentation is told
- * in two figures: what the device had to give at most with room for everything, idle chunks included, and the smallest
- * budget in which the trace runs to its end; both over what is live at most. */
+ * It calls the functions that PyTorch calls, inside an open operator, so that the operator's peak is counted.
+ * Fragmentation is reported as two ratios to the peak of live bytes: the peak of device memory under an ample budget,
+ * idle chunks included, and the smallest budget under which the trace runs to its end. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -19,7 +19,7 @@ enum { ROUNDS = 7 };
 static const char *trace_path;
 static uint64_t pairs = 200000, scale = 1, chunk_bytes = UINT64_C(2) << 20, ordinal;
 static uint32_t device;
-static void *stream; /* as hooks take it */
+static void *stream; /* the native handle that hooks take */
 
 static bool ok(gemini_status_t status, const char *what) {
   if (status == GEMINI_OK) return true;
@@ -38,10 +38,10 @@ static void put(void *user, void *ptr, uint64_t size_bytes) {
   gemini_torch_free(ptr, (ptrdiff_t)size_bytes, (int)ordinal, stream);
 }
 
-/* Seconds a pair, the median of the rounds; negative: one was refused. */
+/* Seconds per pair, the median of the rounds; negative: an allocation was refused. */
 static double time_pairs(uint64_t size_bytes) {
   double seconds[ROUNDS];
-  for (int round = -1; round < ROUNDS; round++) { /* the first warms up */
+  for (int round = -1; round < ROUNDS; round++) { /* the first round warms up */
     uint64_t begin = cli_now_ns();
     for (uint64_t i = 0; i < pairs; i++) {
       void *ptr = get(NULL, size_bytes);

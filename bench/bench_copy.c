@@ -1,5 +1,5 @@
-/* Copies through the CUDA device against the driver's own over the same buffers, each way and both at once.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Compares copies through the CUDA device with plain copies of the driver over the same buffers, in each direction and
+ * in both at the same time. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include <inttypes.h>
 #include <stdlib.h>
@@ -37,7 +37,7 @@ static int fail(const char *what) {
   return CLI_EXIT_FAILURE;
 }
 
-/* Chunks on both sides, each a frame and a locked piece of its own, as the library has them. */
+/* Opens the buffers: on both sides, each piece has a frame and a page-locked range of its own, as in the library. */
 static bool buffers_open(bench_t *b, uint64_t buffer_bytes) {
   uint64_t piece = b->chunk > FRAME_BYTES ? b->chunk : FRAME_BYTES;
   b->slots = (buffer_bytes / piece > 1 ? buffer_bytes / piece : 2) * (piece / b->chunk);
@@ -59,7 +59,7 @@ static bool buffers_open(bench_t *b, uint64_t buffer_bytes) {
   return true;
 }
 
-/* Seconds for the bytes in each of the directions. Negative: failed. */
+/* Copies `bytes` in each of the directions and returns the seconds; negative: a call failed. */
 static double pass(bench_t *b, bool raw, unsigned directions, uint64_t bytes) {
   uint64_t count = bytes / b->chunk > 0 ? bytes / b->chunk : 1, begin = cli_now_ns(), marks[2] = { 0, 0 };
   bool ok = true;
@@ -71,7 +71,7 @@ static double pass(bench_t *b, bool raw, unsigned directions, uint64_t bytes) {
         ok = ok && !b->driver->copy_h2d((uintptr_t)memory, host, b->chunk, b->natives[d]);
       } else if (raw) {
         ok = ok && !b->driver->copy_d2h(host, (uintptr_t)memory, b->chunk, b->natives[d]);
-      } else { /* with the marks that the library needs: one to wait for, or two to time it by */
+      } else { /* with the marks that the library needs: one to wait for, or two to measure the time */
         if (b->timed) ok = ok && !b->ops->stream.mark(b->device, b->streams[d], &marks[d]);
         ok = ok && !(d == 0 ? b->ops->queue.copy(b->device, b->streams[d], memory, host, b->chunk, GMI_COPY_H2D)
                             : b->ops->queue.copy(b->device, b->streams[d], host, memory, b->chunk, GMI_COPY_D2H));
@@ -122,7 +122,7 @@ int main(int argc, char **argv) {
     }
     if (!buffers_open(&b, buffer_bytes)) return fail("no buffers");
     double seconds[BOTH + 1][2][PASSES_MAX];
-    for (uint64_t p = 0; p <= passes; p++) { /* the first one warms up */
+    for (uint64_t p = 0; p <= passes; p++) { /* the first pass warms up */
       for (unsigned directions = H2D; directions <= BOTH; directions++) {
         for (unsigned turn = 0; turn < 2; turn++) {
           unsigned raw = turn ^ (unsigned)(p & 1);

@@ -1,8 +1,8 @@
-/* What the file tier's block store reaches: blocks of one size written and read in a random order, a number of them at
- * once. SPDX-License-Identifier: Apache-2.0
+/* Measures the throughput of the file tier's block store: blocks of one size are written and read in random order,
+ * several at a time. SPDX-License-Identifier: Apache-2.0
  *
- * Every block is written once before the clock runs, so that no pass finds space that was never written. CPU seconds are
- * the process's, the kernel's part included. bench_file.sh compares with fio. */
+ * Every block is written once before the clock runs, so that no pass finds space that was never written. CPU seconds
+ * are those of the process, in user and kernel mode. bench_file.sh compares with fio. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,11 +33,11 @@ typedef struct bench {
   bool write;
   pthread_mutex_t lock; /* guards the rest */
   pthread_cond_t over;
-  uint32_t next, under_way; /* place in order of the block to submit next */
+  uint32_t next, under_way; /* position in `order` of the block to submit next; requests under way */
   bool failed;
 } bench_t;
 
-/* Puts the request to the next block; false when none is left. With the lock. */
+/* Prepares the request for the next block; false: none is left. The lock is held. */
 static bool refill(bench_t *b, gmi_block_request_t *request) {
   if (b->next == b->count || b->failed) return false;
   uint8_t *buffer = b->buffers + (uint64_t)(request - b->requests) * b->o.chunk_bytes;
@@ -145,7 +145,7 @@ static bool measure(bench_t *b, uint32_t engine, bool checksum) {
   return fine;
 }
 
-/* Calls run for each word of a list separated by commas; the status to exit with. */
+/* Runs each combination in the lists of options, which are separated by commas; returns the exit status. */
 static int each(bench_t *b) {
   static const struct {
     const char *name;

@@ -1,9 +1,9 @@
-/* What the hot calls cost: acquire and release of a resident tensor, allocation and free of non-model memory.
+/* Measures the most frequent calls: acquire and release of a resident tensor, allocation and free of non-model memory.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Inside an open operator, as a training loop calls them. Threads take tensors of their own, on streams of their own;
- * seconds a pair are a thread's, so that perfect scaling leaves them unchanged. The library's records are measured as
- * the growth of resident memory while tensors are registered. */
+ * The calls run inside an open operator, as in a training loop. Each thread uses its own tensors and its own stream.
+ * Seconds per pair are those of one thread, so that perfect scaling leaves them unchanged. The memory of the library's
+ * records is the growth of resident memory while tensors are registered. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,8 +35,8 @@ typedef struct worker {
   pthread_t thread;
   uint64_t first, count; /* tensors of its own */
   uint64_t order_seed;
-  double acquire_s[ROUNDS], alloc_s[ROUNDS]; /* a pair */
-  double cpu_s[ROUNDS];                      /* of acquire_s, on a processor: what other programs took is not in it */
+  double acquire_s[ROUNDS], alloc_s[ROUNDS]; /* seconds per pair */
+  double cpu_s[ROUNDS];                      /* CPU time of the same pairs, without the time that other programs took */
   bool failed;
 } worker_t;
 
@@ -46,7 +46,7 @@ static double thread_cpu_s(void) {
   return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Tensors in an order that no prefetcher of the processor knows, chosen before the clock runs. */
+/* Uses the tensors in a random order, which the processor cannot prefetch; it is drawn before the clock runs. */
 static bool run_worker(worker_t *w) {
   gemini_stream_t stream;
   if (!ok(gemini_stream_create(manager, &stream), "stream")) return false;
@@ -62,7 +62,7 @@ static bool run_worker(worker_t *w) {
     order[j] = swap;
   }
   bool fine = true;
-  for (int round = -1; fine && round < ROUNDS; round++) { /* the first warms up */
+  for (int round = -1; fine && round < ROUNDS; round++) { /* the first round warms up */
     pthread_barrier_wait(&barrier);
     uint64_t begin = cli_now_ns();
     double cpu_begin = thread_cpu_s();
@@ -77,8 +77,8 @@ static bool run_worker(worker_t *w) {
       w->cpu_s[round] = (thread_cpu_s() - cpu_begin) / (double)pairs;
     }
   }
-  /* After all acquires: allocations of several streams leave waits of one for another behind, which the simulated
-   * streams' threads work off on the same cores. */
+  /* The allocations come after all acquires: allocations on several streams leave waits between streams behind, and the
+   * threads of simulated streams execute these waits on the same cores. */
   for (int round = -1; fine && round < ROUNDS; round++) {
     pthread_barrier_wait(&barrier);
     uint64_t begin = cli_now_ns();
@@ -129,7 +129,8 @@ static bool run(uint64_t threads, double *acquire_s, double *alloc_s, double *cp
     workers[i].first = i * share;
     workers[i].count = share;
     workers[i].order_seed = seed * 1000003 + i + 1;
-    if (pthread_create(&workers[i].thread, NULL, worker, &workers[i])) exit(CLI_EXIT_FAILURE); /* others would wait */
+    /* the other threads would wait forever at the barrier */
+    if (pthread_create(&workers[i].thread, NULL, worker, &workers[i])) exit(CLI_EXIT_FAILURE);
   }
   for (uint64_t i = 0; i < threads; i++) {
     pthread_join(workers[i].thread, NULL);

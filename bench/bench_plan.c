@@ -1,4 +1,4 @@
-/* Plan time, memory and quality on a generated or recorded trace.
+/* Measures the planner on a generated or recorded trace: time, memory, and quality of the plan.
  * SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -18,9 +18,9 @@
 #include "policy/policy.h"
 #include "tracer/tracer.h"
 
-/* ---- heap use ----
- * Counted in the allocator itself: peaks inside gmi_plan_make() cannot be sampled from outside. The C library lets a
- * program define these; a sanitizer wants them for itself, so then nothing is counted. */
+/* ---- heap use ---- Heap use is counted in the allocator itself, because peaks inside gmi_plan_make() cannot be
+ * sampled from outside. The C library lets a program replace malloc() and the others; sanitizers replace them, too, so
+ * under a sanitizer nothing is counted. */
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define HEAP_IS_COUNTED 1
 extern void *__libc_malloc(size_t size);
@@ -76,11 +76,11 @@ static int compare_u32(const void *a, const void *b) {
 
 #define OPS_PER_LAYER 10 /* in each direction */
 #define ACCESSES_PER_OP 30
-#define REUSE_PER_OP 2 /* of them anywhere in the model: tied weights, norms, experts */
+#define REUSE_PER_OP 2 /* of these, accesses anywhere in the model: tied weights, norms, experts */
 
-/* A training step of a transformer: layers forward, then backward. One tensor is one chunk; of four one is a
- * parameter, whose gradient takes its place, and three are its optimizer states. An op uses a run of its layer's
- * parameters and a few of any layer. A parameter is updated when its last op backward has ended. */
+/* A training step of a transformer: layers forward, then backward. Each tensor is one chunk. Of four tensors, one is a
+ * parameter, whose gradient takes its bytes, and three are its optimizer states. An op uses adjacent parameters of its
+ * layer and a few of any layer. A parameter is updated when the last backward op that uses it has ended. */
 static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t frames) {
   uint32_t params = tensors / 4 > 0 ? tensors / 4 : 1, layers = ops / (2 * OPS_PER_LAYER);
   uint64_t seed = 88172645463325252u;
@@ -95,7 +95,7 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
   uint32_t count = 0;
   for (uint32_t op = 0; op < ops; op++) {
     uint32_t half = ops / 2, is_backward = op >= half;
-    uint32_t place = is_backward ? ops - 1 - op : op; /* mirrored */
+    uint32_t place = is_backward ? ops - 1 - op : op; /* backward runs in reverse order */
     uint32_t layer = (uint32_t)((uint64_t)place * layers / (ops - half));
     uint32_t first = (uint32_t)((uint64_t)params * layer / layers);
     uint32_t end = (uint32_t)((uint64_t)params * (layer + 1) / layers), chunks[ACCESSES_PER_OP], used = 0;
@@ -111,7 +111,7 @@ static int generate_trace(trace_t *t, uint32_t ops, uint32_t tensors, uint32_t f
       if (w > 0 && chunks[w] == chunks[w - 1]) continue;
       t->accesses[count].chunk = chunks[w];
       t->accesses[count++].mode = is_backward ? GMI_ACCESS_READ | GMI_ACCESS_WRITE : GMI_ACCESS_READ;
-      t->pieces[chunks[w]].after_op = op; /* the last one stays */
+      t->pieces[chunks[w]].after_op = op; /* a later op of the same parameter overwrites it */
     }
   }
   t->ops[ops].access_first = count;
@@ -158,7 +158,7 @@ static int create_arena(gmi_manager_t *m, const char *line, char *error, size_t 
   char name[64];
   if (sscanf(line, "arena %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu32 " %" SCNu64 " %63s", &number, &kind,
              &element_bytes, &like, &store, &size, name) != 7)
-    return 0; /* not a line of an arena: the reader proper judges it */
+    return 0; /* not a line of an arena: gmi_trace_read() checks it */
   gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
   config.kind = kind;
   config.element_bytes = element_bytes;
@@ -201,7 +201,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
       config.placement = placement;
       config.device_bytes = device_bytes != 0 ? device_bytes : device;
       config.chunk_bytes = chunk_bytes != 0 ? chunk_bytes : chunk;
-      config.host_bytes = UINT64_C(64) << 20; /* nothing is ever put there */
+      config.host_bytes = UINT64_C(64) << 20; /* nothing is ever stored there */
       failed = gemini_manager_open(&config, &trace_manager) != GEMINI_OK;
       if (failed) {
         (void)gemini_last_error(&info);
@@ -238,7 +238,7 @@ static int load_trace(trace_t *t, const char *path, uint64_t device_bytes, uint6
 }
 
 static void free_trace(trace_t *t) {
-  if (trace_manager != 0) { /* its arrays are the bundle's */
+  if (trace_manager != 0) { /* the bundle owns the arrays */
     gmi_plan_bundle_free(&trace_bundle);
     (void)gemini_manager_close(trace_manager);
     return;
@@ -252,7 +252,7 @@ static void free_trace(trace_t *t) {
 
 /* ---- main ---- */
 
-/* The reference takes time in proportion to accesses x steps and more: only where that is small. */
+/* The reference takes time in proportion to accesses x stages, or more, so it runs only on small traces. */
 #define REFERENCE_LIMIT UINT64_C(20000000)
 
 int main(int argc, char **argv) {

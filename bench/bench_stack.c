@@ -1,11 +1,12 @@
-/* A stack of matrix products with a LLaMA's parameter shapes: what training it under libgemini costs beside the same all
- * on the GPU, and what bounds it on this machine. SPDX-License-Identifier: Apache-2.0
+/* Trains a stack of matrix products with the parameter shapes of a LLaMA under libgemini and with all memory on the
+ * GPU, compares the times, and shows what bounds them on this machine. SPDX-License-Identifier: Apache-2.0
  *
- * One process does both, one after the other, with the same kernels, and compares losses and parameters to the bit.
+ * One process makes both runs, one after the other, with the same kernels, and compares losses and parameters to the
+ * bit.
  *   model/llama.c       the operators: what each acquires, allocates and computes
- *   examples/memory.c   where memory is and tasks run
- *   model/rates.c       what the machine can do
- * With --device sim the same runs without a GPU, on the simulated device: for tiny sizes only, as proof that the loop is
+ *   examples/memory.c   where memory comes from and where work runs
+ *   model/rates.c       the rates of the machine
+ * With --device sim it runs without a GPU, on the simulated device: for tiny sizes only, to show that the loop is
  * right; its times mean nothing. */
 #define _GNU_SOURCE
 #include <inttypes.h>
@@ -119,11 +120,11 @@ typedef struct result {
   double *losses, *seconds; /* (steps), owned; seconds of the timed steps */
   uint64_t loss_count, params, model_bytes, hash;
   double sec_per_step;
-  double queue_seconds; /* of it, the calling thread was queueing; median */
+  double queue_seconds; /* of each step, the time in which the calling thread queued work; median */
   uint64_t device_peak_bytes, host_peak_bytes, file_peak_bytes, nonmodel_peak_bytes, resident_bytes;
-  double host_elements; /* updated on the host, a step */
+  double host_elements; /* elements updated on the host per step */
   gemini_stats_t stats; /* of the timed steps */
-  double moved[LINKS];  /* bytes a step, as links[] */
+  double moved[LINKS];  /* bytes per step, in the order of links[] */
 } result_t;
 
 typedef struct bench {
@@ -145,7 +146,7 @@ static double median(double *values, uint64_t count) {
   return 0.5 * (values[count / 2] + values[(count - 1) / 2]);
 }
 
-/* Memory of the process that is in RAM; 0: the system does not say. */
+/* Resident memory of the process; 0: unknown. */
 static uint64_t resident_bytes(void) {
   unsigned long long size = 0, resident = 0;
   FILE *f = fopen("/proc/self/statm", "re");
@@ -174,8 +175,8 @@ static void keep_peaks(result_t *r, memory_t *memory) {
   if (r->stats.nonmodel_peak_bytes > r->nonmodel_peak_bytes) r->nonmodel_peak_bytes = r->stats.nonmodel_peak_bytes;
 }
 
-/* Steps of a run: warm-up, timed, and two for the timeline (what the second waits for was queued in the first), which both
- * runs make so that they can be compared. */
+/* Steps of a run: warm-up, timed steps, and two for the timeline, because the second waits for work that the first
+ * queued. Both runs make all of them, so that their results can be compared. */
 static uint64_t total_steps(const options_t *o) { return o->warm_up + o->steps + (o->timeline != NULL ? 2 : 0); }
 
 static void run_steps(const bench_t *b, memory_t *memory, llama_t *llama, result_t *r, double *queue_seconds) {
@@ -193,7 +194,7 @@ static void run_steps(const bench_t *b, memory_t *memory, llama_t *llama, result
     uint64_t begin_ns = cli_now_ns();
     llama_step(llama, step);
     uint64_t queued_ns = cli_now_ns();
-    memory_synchronize(memory); /* for the loss; updates may still be under way */
+    memory_synchronize(memory); /* the loss is needed; updates may still be pending */
     if (memory->failed) return;
     double seconds = 1e-9 * (double)(cli_now_ns() - begin_ns);
     if (step >= o->warm_up && step < o->warm_up + o->steps) {
@@ -225,7 +226,7 @@ static void run_steps(const bench_t *b, memory_t *memory, llama_t *llama, result
   }
 }
 
-/* False after printing why. config NULL: all on the device. */
+/* One run. config NULL: all memory is on the device. Prints the reason and returns false on a failure. */
 static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
   const options_t *o = &b->o;
   static memory_t memory;
@@ -271,12 +272,12 @@ static bool run(bench_t *b, const gemini_config_t *config, result_t *r) {
 
 typedef struct term {
   const char *name;
-  double bytes, rate, seconds; /* bytes a step and their rate; 0: it is measured as a time */
+  double bytes, rate, seconds; /* bytes per step and their rate; 0: the seconds were measured */
 } term_t;
 enum { TERM_GPU, TERM_TO_DEVICE, TERM_FROM_DEVICE, TERM_HOST, TERM_FILE, TERMS };
 
-/* The largest of what a step needs at least; the index of the term that binds. Bytes are the plan's; a step without a
- * plan (there are none before one is made) has those that were moved. */
+/* Fills the terms, the time that a step needs at least on each resource, and returns the index of the largest one,
+ * which binds. Bytes are those of the plan; without a plan, those that were moved. */
 static int find_bound(const bench_t *b, term_t terms[TERMS]) {
   const result_t *r = &b->managed;
   const rates_t *rates = &b->rates;
@@ -287,10 +288,9 @@ static int find_bound(const bench_t *b, term_t terms[TERMS]) {
   terms[TERM_GPU] = (term_t){ "all on the GPU", 0, 0, b->all_resident.sec_per_step };
   terms[TERM_TO_DEVICE] = (term_t){ "copies to the device", in, rates->to_device, 0 };
   terms[TERM_FROM_DEVICE] = (term_t){ "copies from the device", out, rates->from_device, 0 };
-  double memory =
-      rates->host > rates->update ? rates->host : rates->update; /* the more it can do, the lower the bound */
+  double memory = rates->host > rates->update ? rates->host : rates->update; /* the larger rate gives the lower bound */
   terms[TERM_HOST] = (term_t){ "host memory", 28 * r->host_elements + in + out + read + written, memory, 0 };
-  /* One disk serves both: the rate is that of the mix. */
+  /* One disk serves reads and writes: the rate is that of the mixture. */
   double seconds = 0;
   if (rates->file_read > 0) seconds = read / rates->file_read + written / rates->file_write;
   terms[TERM_FILE] = (term_t){ "files", read + written, seconds > 0 ? (read + written) / seconds : 0, 0 };
@@ -335,7 +335,7 @@ static void print_report(const bench_t *b, const term_t *terms, int binds) {
 
 /* ---- Report ---- */
 
-/* terms NULL: of policy none. parity: what comparing the two found. */
+/* Prints a run's row. terms NULL: a run with policy none. parity: the result of comparing both runs. */
 static bool print_row(const bench_t *b, const result_t *r, const term_t *terms, int binds, const char *parity) {
   const options_t *o = &b->o;
   const gemini_stats_t *s = &r->stats;
@@ -418,7 +418,7 @@ static bool within_limits(const bench_t *b) {
   return false;
 }
 
-/* Where model data lie must not change a bit. */
+/* Compares both runs: the place of model data must not change a bit of the result. */
 static bool same_results(const bench_t *b) {
   const result_t *x = &b->all_resident, *y = &b->managed;
   for (uint64_t i = 0; i < y->loss_count; i++) {
@@ -485,7 +485,7 @@ int main(int argc, char **argv) {
   b.shape = shapes[o->size];
   if (o->layers > 0) b.shape.layers = (int)o->layers;
   b.model_bytes = 14 * llama_elements(&b.shape);
-  /* Each arena's last chunk is part empty, which counts when the model is tiny. */
+  /* Leaves room for the empty part of each arena's last chunk, which matters for a tiny model. */
   b.host_budget_bytes = b.model_bytes + b.model_bytes / 28 + (UINT64_C(8) << 20);
   if (!parse_budget(&b, "device-mem", o->device_mem, &b.device_budget_bytes)) return CLI_EXIT_USAGE;
   if (o->host_mem != NULL && !parse_budget(&b, "host-mem", o->host_mem, &b.host_budget_bytes)) return CLI_EXIT_USAGE;

@@ -1,8 +1,8 @@
-/* The fused AdamW of bindings/update on the host against a plain read-write pass over the very same bytes, by the same
- * threads. SPDX-License-Identifier: Apache-2.0
+/* Compares the fused AdamW of bindings/update on the host with a plain pass that reads and writes the same bytes on the
+ * same threads. SPDX-License-Identifier: Apache-2.0
  *
  * Each thread has arrays of its own, far larger than the caches. The plain pass reads and writes in the update's order,
- * a block of 64 elements at a time, and computes nothing; both take turns, and all threads start a pass together. */
+ * a block of 64 elements at a time, and computes nothing. Both alternate, and all threads start a pass together. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@
 
 #define PROGRAM "bench_update"
 enum { ARRAYS = 5, PASSES_MAX = 101, THREADS_MAX = 1024 };
-enum { GRAD, MOMENTUM, VARIANCE, MASTER, PARAM }; /* those read, in order; written: the last four */
+enum { GRAD, MOMENTUM, VARIANCE, MASTER, PARAM }; /* in the order in which they are read; the last four are written */
 
 static const char *const dtype_names[] = { "f32", "bf16", "f16", NULL };
 static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_F16 };
@@ -40,7 +40,7 @@ static uint64_t array_bytes(int array) { return elements * (array == GRAD || arr
 /* --- the plain pass --- */
 
 typedef uint64_t block_t __attribute__((vector_size(64), may_alias));
-static volatile uint64_t nothing; /* 0, which the compiler does not know */
+static volatile uint64_t nothing; /* always 0, but the compiler does not know that */
 
 static inline __attribute__((always_inline)) void touch(void *dst, const void *src, uint64_t bytes,
                                                         const block_t *change) {
@@ -82,7 +82,7 @@ static bool open_arrays(worker_t *w) {
     ((float *)w->arrays[MASTER])[i] = (float)(i % 1000) * 1e-3f;
     ((float *)w->arrays[VARIANCE])[i] = 1e-4f;
     if (width() == 2)
-      ((uint16_t *)w->arrays[GRAD])[i] = (uint16_t)(0x2c00 + i % 1024); /* a small one as BF16 and F16 */
+      ((uint16_t *)w->arrays[GRAD])[i] = (uint16_t)(0x2c00 + i % 1024); /* small values in BF16 and in F16 */
     else ((float *)w->arrays[GRAD])[i] = (float)(i % 1000) * 1e-5f;
   }
   return true;
@@ -104,7 +104,7 @@ static void *run_worker(void *user) {
   w->failed = !open_arrays(w);
   pthread_barrier_wait(&barrier);
   if (w->failed) return NULL;
-  for (uint64_t pass = 0; pass <= passes; pass++) { /* the first warms up */
+  for (uint64_t pass = 0; pass <= passes; pass++) { /* the first pass warms up */
     for (int plain = 0; plain < 2; plain++) {
       pthread_barrier_wait(&barrier);
       w->begin_ns[plain][pass] = cli_now_ns();
@@ -123,7 +123,7 @@ static void *run_worker(void *user) {
   return NULL;
 }
 
-/* Seconds of a pass, from the first thread's begin to the last one's end. */
+/* Seconds of a pass, from the begin of the first thread to the end of the last one. */
 static double seconds_of(const worker_t *workers, int plain, uint64_t pass) {
   uint64_t begin = UINT64_MAX, end = 0;
   for (uint64_t t = 0; t < thread_count; t++) {
@@ -172,7 +172,7 @@ int main(int argc, char **argv) {
     cli_error(PROGRAM, "no memory, or the update failed");
     return CLI_EXIT_FAILURE;
   }
-  /* The ratio is that of neighbours, so that what else the machine does counts for both. */
+  /* Each ratio compares two passes that followed each other, so that other load on the machine affects both. */
   double updates[PASSES_MAX], plains[PASSES_MAX], ratios[PASSES_MAX];
   for (uint64_t pass = 0; pass < passes; pass++) {
     updates[pass] = seconds_of(workers, 0, pass + 1);

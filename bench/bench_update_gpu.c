@@ -1,5 +1,5 @@
-/* The fused AdamW of bindings/update on a GPU against the driver's own copy of as many bytes, in turns.
- * SPDX-License-Identifier: Apache-2.0 */
+/* Compares the fused AdamW of bindings/update on a GPU with copies of the driver that move the same number of bytes;
+ * both alternate. SPDX-License-Identifier: Apache-2.0 */
 #include <stdlib.h>
 
 #include "cli.h"
@@ -9,7 +9,7 @@
 
 #define PROGRAM "bench_update_gpu"
 #define MIB (UINT64_C(1) << 20)
-enum { PASSES_MAX = 101, PARAM_BYTES = 14 }; /* read, and as many written */
+enum { PASSES_MAX = 101, PARAM_BYTES = 14 }; /* bytes read per parameter, and as many written */
 enum { UPDATE, UPDATE_WITH_NORM, COPY, KINDS };
 
 static const gmi_cuda_driver_t *driver;
@@ -26,7 +26,7 @@ static int fail(const char *what, cu_result_t result) {
     if (try_result != CU_SUCCESS) return fail(#call, try_result); \
   } while (0)
 
-/* Filled with a byte. Given back when the process ends. */
+/* Allocates GPU memory and fills it with a byte. It is freed when the process ends. */
 static int memory_open(uint64_t bytes, unsigned char byte, cu_address_t *address_out) {
   const cu_allocation_t what = { .type = CU_ALLOCATION_PINNED, .location = { CU_LOCATION_DEVICE, (int)ordinal } };
   const cu_access_t access = { what.location, CU_ACCESS_READ_WRITE };
@@ -59,7 +59,7 @@ int main(int argc, char **argv) {
   TRY(driver->stream_create(&stream, CU_STREAM_NON_BLOCKING_FLAG));
   TRY(driver->event_create(&begin, 0));
   TRY(driver->event_create(&end, 0));
-  /* bf16 gradients of 0.011, in whose bytes the parameters lie; a variance of 4e-5. */
+  /* bf16 gradients of 0.011, which share their bytes with the parameters; a variance of 4e-5. */
   enum { GRAD, MASTER, MOMENTUM, VARIANCE, SUMS, FROM, TO, ARRAYS };
   static const uint64_t widths[ARRAYS] = { 2, 4, 4, 4, 0, PARAM_BYTES, PARAM_BYTES };
   cu_address_t at[ARRAYS];
@@ -70,7 +70,7 @@ int main(int argc, char **argv) {
   }
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   double seconds[KINDS][PASSES_MAX];
-  for (uint64_t pass = 0; pass <= passes; pass++) { /* the first warms up */
+  for (uint64_t pass = 0; pass <= passes; pass++) { /* the first pass warms up */
     for (int kind = 0; kind < KINDS; kind++) {
       float ms;
       cu_result_t result;

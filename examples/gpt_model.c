@@ -67,17 +67,27 @@ void model_close(model_t *model) {
 
 static int final_norm_tensor(const model_t *model) { return model_block_tensor(model->shape.layers, 0); }
 
+static float draw(float deviation, float value, uint64_t *random) {
+  return deviation > 0 ? deviation * gpt_random_normal(random) : value;
+}
+
+/* Every rank draws the values of all elements, and writes those that it keeps. */
 static void fill(model_t *model, int tensor, float deviation, float value, uint64_t *random) {
   memory_t *memory = model->memory;
-  float *master = memory_host_acquire(memory, GEMINI_KIND_MASTER, GEMINI_WRITE, tensor);
-  uint16_t *parameter = memory_host_acquire(memory, GEMINI_KIND_PARAM, GEMINI_WRITE, tensor);
-  if (memory_error(memory) != NULL) return;
-  for (uint64_t i = 0; i < memory->tensors[tensor].elements; i++) {
-    master[i] = deviation > 0 ? deviation * gpt_random_normal(random) : value;
-    parameter[i] = gpt_bf16_from_f32(master[i]);
+  uint64_t at = 0, first, count;
+  for (; memory_part_next(memory, tensor, at, &first, &count); at = first + count) {
+    for (; at < first; at++) draw(deviation, value, random);
+    float *master = memory_host_acquire_part(memory, GEMINI_KIND_MASTER, GEMINI_WRITE, tensor, first, count);
+    uint16_t *parameter = memory_host_acquire_part(memory, GEMINI_KIND_PARAM, GEMINI_WRITE, tensor, first, count);
+    if (memory_error(memory) != NULL) return;
+    for (uint64_t i = 0; i < count; i++) {
+      master[i] = draw(deviation, value, random);
+      parameter[i] = gpt_bf16_from_f32(master[i]);
+    }
+    memory_host_release(memory, GEMINI_KIND_PARAM, tensor);
+    memory_host_release(memory, GEMINI_KIND_MASTER, tensor);
   }
-  memory_host_release(memory, GEMINI_KIND_PARAM, tensor);
-  memory_host_release(memory, GEMINI_KIND_MASTER, tensor);
+  for (; at < memory->tensors[tensor].elements; at++) draw(deviation, value, random);
 }
 
 void model_initialise(model_t *model, uint64_t seed) {
@@ -256,6 +266,10 @@ void model_block_skip(model_t *model, int layer) {
   model->inputs[layer] = NULL;
 }
 
+void model_block_skip_backward(model_t *model, int layer) {
+  memory_gradients_ready(model->memory, model_block_tensor(layer, 0), MODEL_BLOCK_TENSORS);
+}
+
 /* ---- Head ---- */
 
 void model_head(model_t *model, int with_gradient, double *loss) {
@@ -297,6 +311,7 @@ void model_head(model_t *model, int with_gradient, double *loss) {
   memory_free(memory, n);
   memory_free(memory, model->inputs[model->shape.layers]);
   model->inputs[model->shape.layers] = NULL;
+  if (with_gradient) memory_gradients_ready(memory, norm_tensor, 2);
   memory_op_end(memory);
 }
 
@@ -360,6 +375,7 @@ void model_block_backward(model_t *model, int layer) {
   memory_free(memory, workspace);
   memory_free(memory, x);
   model->inputs[layer] = NULL;
+  memory_gradients_ready(memory, tensor, MODEL_BLOCK_TENSORS);
   memory_op_end(memory);
 }
 
@@ -373,6 +389,7 @@ void model_embed_backward(model_t *model) {
        .width = model->shape.width, .positions = model->shape.positions, .tokens = model->tokens, .dx = model->dx,
        .dwte_f32 = model->dwte, .dwte = gradients[0], .dwpe = gradients[1], .workspace = workspace);
   memory_release(memory, GEMINI_KIND_GRAD, MODEL_WTE, 2);
+  memory_gradients_ready(memory, MODEL_WTE, 2);
   memory_free(memory, workspace);
   memory_free(memory, model->dwte);
   memory_free(memory, model->dx);

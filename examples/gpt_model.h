@@ -72,7 +72,7 @@ void model_close(model_t *model);
 /* Initializes as GPT-2 does: weights are normal with deviation 0.02, divided by sqrt(2 layers) for those that add to
  * the residual stream; biases are 0, norms 1. The master gets the drawn value, the parameter the same value rounded. */
 void model_initialise(model_t *model, uint64_t seed);
-/* gpt_hash() of the masters' bytes, tensor after tensor. */
+/* gpt_hash() of the masters' bytes, tensor after tensor. This process must keep all of them. */
 uint64_t model_hash(model_t *model);
 
 /* @param host_tokens (B, C + 1): each row holds the inputs, and shifted by one, the targets; borrowed until
@@ -81,6 +81,8 @@ void model_embed(model_t *model, int batch, int context, const int32_t *host_tok
 void model_block(model_t *model, int layer);
 /* Passes the input through, as if the block did not exist; the caller then skips the block's backward pass, too. */
 void model_block_skip(model_t *model, int layer);
+/* What follows in the backward pass of such a block: its gradients are zero. */
+void model_block_skip_backward(model_t *model, int layer);
 /* Computes the loss and, if with_gradient, the head's backward pass. loss: valid after memory_synchronize(). */
 void model_head(model_t *model, int with_gradient, double *loss);
 void model_block_backward(model_t *model, int layer);

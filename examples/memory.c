@@ -52,7 +52,18 @@ static void check_device(memory_t *memory) {
 
 /* ---- Open: a manager, a stream, the arenas ---- */
 
-void memory_open(memory_t *memory, const device_t *device, const gemini_config_t *config, bool own_gradients) {
+/* Joins the group. Each rank says which one it is; rank 0 has made the group's id. */
+static bool join(memory_t *memory, const memory_ranks_t *ranks) {
+  gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  group.rank = ranks->rank;
+  group.ranks = ranks->ranks;
+  group.id = &ranks->id;
+  group.deadline_ns = UINT64_C(30000000000); /* an operator of a large model takes seconds on a CPU */
+  return memory_check(memory, gemini_group_open(memory->manager, &group, &memory->group));
+}
+
+static void open_with(memory_t *memory, const device_t *device, const gemini_config_t *config, bool own_gradients,
+                      const memory_ranks_t *ranks) {
   memset(memory, 0, sizeof *memory);
   memory->device = device;
   memory->managed = config != NULL;
@@ -69,7 +80,9 @@ void memory_open(memory_t *memory, const device_t *device, const gemini_config_t
     }
 
     /* Arenas of one layout: with `like`, a tensor has the same element offset in all five, so an update can walk them
-     * in parallel. With `reuse`, gradients take the bytes of their parameters. */
+     * in parallel. With `reuse`, gradients take the bytes of their parameters. In a group the parameters name it, which
+     * divides all five among the ranks; gradients are then added, and say what type their values have. */
+    if (ranks != NULL && !join(memory, ranks)) return;
     static const char *const names[MEMORY_KINDS] = { "param", "grad", "master", "momentum", "variance" };
     for (uint32_t kind = 0; kind < MEMORY_KINDS; kind++) {
       gemini_arena_config_t arena = GEMINI_ARENA_CONFIG_INIT;
@@ -78,8 +91,12 @@ void memory_open(memory_t *memory, const device_t *device, const gemini_config_t
       arena.name = names[kind];
       if (kind == GEMINI_KIND_GRAD) {
         arena.reuse = memory->arenas[GEMINI_KIND_PARAM];
+        if (ranks != NULL) arena.dtype = GEMINI_DTYPE_BF16;
       } else if (kind != GEMINI_KIND_PARAM) {
         arena.like = memory->arenas[GEMINI_KIND_PARAM];
+      } else if (ranks != NULL) {
+        arena.group = memory->group;
+        arena.zero_stage = ranks->zero_stage;
       }
       if (!memory_check(memory, gemini_arena_create(memory->manager, &arena, &memory->arenas[kind]))) return;
     }
@@ -87,6 +104,15 @@ void memory_open(memory_t *memory, const device_t *device, const gemini_config_t
   if (!memory->managed) memory->native_stream = device->stream();
   device->stream_prepare(memory->native_stream);
   check_device(memory);
+}
+
+void memory_open(memory_t *memory, const device_t *device, const gemini_config_t *config, bool own_gradients) {
+  open_with(memory, device, config, own_gradients, NULL);
+}
+
+void memory_open_ranks(memory_t *memory, const device_t *device, const gemini_config_t *config,
+                       const memory_ranks_t *ranks) {
+  open_with(memory, device, config, false, ranks);
 }
 
 /* ---- Tensors ---- */
@@ -254,6 +280,79 @@ void *memory_host_acquire(memory_t *memory, uint32_t kind, uint32_t mode, int te
 
 void memory_host_release(memory_t *memory, uint32_t kind, int tensor) {
   release(memory, GEMINI_TIER_HOST, kind, tensor, 1);
+}
+
+bool memory_part_next(memory_t *memory, int tensor, uint64_t from, uint64_t *first_out, uint64_t *count_out) {
+  const memory_tensor_t *t = &memory->tensors[tensor];
+  uint64_t offset = 0, size = 0, element = memory_element_bytes[GEMINI_KIND_PARAM];
+  if (memory->failed || from >= t->elements) return false;
+  if (memory->managed) {
+    gemini_access_t all = gemini_tensor_access(t->handles[GEMINI_KIND_PARAM], 0, 0, 0, 0);
+    memory_check(memory, gemini_slice_next(memory->manager, &all, from * element, &offset, &size));
+  } else {
+    offset = from * element;
+    size = (t->elements - from) * element;
+  }
+  *first_out = offset / element;
+  *count_out = size / element;
+  return !memory->failed && size > 0;
+}
+
+void *memory_host_acquire_part(memory_t *memory, uint32_t kind, uint32_t mode, int tensor, uint64_t first,
+                               uint64_t count) {
+  uint64_t element = memory_element_bytes[kind];
+  if (!memory->managed) {
+    char *whole = memory_host_acquire(memory, kind, mode, tensor);
+    return whole == NULL ? NULL : whole + first * element;
+  }
+  if (memory->failed) return NULL;
+  if (memory->held_count == sizeof memory->held / sizeof memory->held[0]) {
+    memory_fail(memory, "too many tensors acquired at once");
+    return NULL;
+  }
+  gemini_access_t *access = &memory->held[memory->held_count];
+  *access = gemini_tensor_access(memory->tensors[tensor].handles[kind], first * element, count * element, mode,
+                                 GEMINI_TIER_HOST);
+  if (!memory_check(memory, gemini_acquire(memory->manager, access, 1, GEMINI_STREAM_CALLER))) return NULL;
+  memory->held_count++;
+  return access->ptr;
+}
+
+/* ---- Ranks ---- */
+
+void memory_exchange(memory_t *memory, const void *mine, uint64_t bytes, void *all_out) {
+  if (memory->failed) return;
+  if (memory->group == NULL) {
+    memmove(all_out, mine, bytes);
+  } else {
+    memory_check(memory, gemini_group_exchange(memory->manager, memory->group, mine, bytes, all_out));
+  }
+}
+
+void memory_gradients_ready(memory_t *memory, int first, int count) {
+  if (memory->group == NULL) return;
+  for (int i = first; i < first + count && !memory->failed; i++) {
+    gemini_tensor_t gradient = memory->tensors[i].handles[GEMINI_KIND_GRAD];
+    gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
+    if (!memory_check(memory, gemini_tensor_info(memory->manager, gradient, &info))) return;
+    if (info.state == GEMINI_STATE_FREE &&
+        !memory_check(memory, gemini_tensor_state_set(memory->manager, gradient, GEMINI_STATE_HOLD))) {
+      return;
+    }
+    memory_check(memory, gemini_tensor_state_set(memory->manager, gradient, GEMINI_STATE_READY_FOR_REDUCE));
+  }
+}
+
+void memory_store(memory_t *memory, uint32_t kind, int fd) {
+  for (int i = 0; i < memory->tensor_count && memory->group != NULL && !memory->failed; i++) {
+    gemini_access_t all = gemini_tensor_access(memory->tensors[i].handles[kind], 0, 0, GEMINI_READ, GEMINI_TIER_HOST);
+    uint64_t at_bytes = memory->tensors[i].first_element * memory_element_bytes[kind];
+    memory_check(memory, gemini_store(memory->manager, &all, fd, at_bytes));
+  }
+}
+
+void memory_gradients_add(memory_t *memory, int index, int count) {
+  if (!memory->failed && !memory->managed) plain_gradients_add(memory, index, count);
 }
 
 /* ---- Activations and workspace, from the same device budget ---- */
@@ -469,14 +568,13 @@ bool memory_print_plan(memory_t *memory) {
 
 void memory_close(memory_t *memory) {
   if (memory->manager != 0) {
-    gemini_status_t status = GEMINI_OK;
     if (memory->held_count > 0) { /* only after a failure */
-      status = gemini_release(memory->manager, memory->held, memory->held_count, memory->stream);
+      memory_check(memory, gemini_release(memory->manager, memory->held, memory->held_count, memory->stream));
     }
-    if (status == GEMINI_OK && memory->op_open) status = gemini_op_end(memory->manager); /* only after a failure */
-    if (status == GEMINI_OK) status = gemini_stream_destroy(memory->manager, memory->stream);
-    if (status == GEMINI_OK) status = gemini_manager_close(memory->manager); /* also destroys arenas and tensors */
-    memory_check(memory, status);
+    if (memory->op_open) memory_check(memory, gemini_op_end(memory->manager)); /* only after a failure */
+    memory_check(memory, gemini_stream_destroy(memory->manager, memory->stream));
+    /* Also destroys arenas, tensors, and a stream that has failed; a rank's close tells the others. */
+    memory_check(memory, gemini_manager_close(memory->manager));
   }
   if (!memory->managed && memory->device != NULL) plain_close(memory);
   free(memory->blocks);

@@ -25,6 +25,7 @@
 #include <stdint.h>
 
 #include "gemini.h"
+#include "gemini/group.h"
 #include "model/device.h"
 
 enum { MEMORY_KINDS = 5, MEMORY_BATCH_MAX = 32 }; /* GEMINI_KIND_PARAM .. GEMINI_KIND_VARIANCE */
@@ -39,6 +40,12 @@ typedef struct memory_tensor {
   void *staged[MEMORY_KINDS];        /* on a GPU: a host copy, while the tensor is acquired on the host */
   bool staged_written[MEMORY_KINDS]; /* the copy is written back at release */
 } memory_tensor_t;
+
+/* The ranks that share the model data, and which of them this process is. */
+typedef struct memory_ranks {
+  gemini_group_id_t id;
+  uint32_t rank, ranks, zero_stage; /* GEMINI_ZERO_* */
+} memory_ranks_t;
 
 typedef struct memory_block {
   void *ptr;
@@ -60,6 +67,7 @@ typedef struct memory {
   gemini_stream_t stream; /* of the operators; the calling thread only queues work on it */
   void *native_stream;    /* on a GPU: the driver's handle of that stream */
   gemini_arena_t arenas[MEMORY_KINDS];
+  gemini_group_t group;                       /* NULL: this process has all of the model */
   gemini_access_t held[2 * MEMORY_BATCH_MAX]; /* acquired and not yet released */
   uint64_t held_count;
   bool op_open;
@@ -67,6 +75,7 @@ typedef struct memory {
   /* In plain memory. */
   void *plain[MEMORY_KINDS];
   bool own_gradients; /* gradients do not share their parameters' bytes */
+  float *sums;        /* of the gradients of several micro-batches */
 
   /* Live allocations, and the peak of what an operator uses at once. */
   memory_block_t *blocks; /* block_count of block_capacity */
@@ -99,6 +108,10 @@ bool memory_print_plan(memory_t *memory);
  * gradient before its parameter's last read then computes another result than under libgemini, so that comparing the
  * two finds the mistake. */
 void memory_open(memory_t *memory, const device_t *device, const gemini_config_t *config, bool own_gradients);
+/* The same under libgemini, in a group: this process keeps its slices of the model data only. Blocks until all ranks have
+ * joined. */
+void memory_open_ranks(memory_t *memory, const device_t *device, const gemini_config_t *config,
+                       const memory_ranks_t *ranks);
 /* Call it after a failure, too. */
 void memory_close(memory_t *memory);
 /* NULL while nothing has failed. */
@@ -128,6 +141,27 @@ void memory_release(memory_t *memory, uint32_t kind, int first, int count);
 /* Acquires one tensor on the host, for the calling thread to use. Blocks. */
 void *memory_host_acquire(memory_t *memory, uint32_t kind, uint32_t mode, int tensor);
 void memory_host_release(memory_t *memory, uint32_t kind, int tensor);
+
+/* The next elements of a tensor, from element `from` on, that this process keeps: all of them, unless other ranks keep
+ * some. They are the same ones of each kind. False: there are none left, or something has failed. */
+bool memory_part_next(memory_t *memory, int tensor, uint64_t from, uint64_t *first_out, uint64_t *count_out);
+/* Acquires such a part on the host; memory_host_release() releases it. */
+void *memory_host_acquire_part(memory_t *memory, uint32_t kind, uint32_t mode, int tensor, uint64_t first,
+                               uint64_t count);
+
+/* Ranks only; without a group, mine is copied and the others do nothing. */
+/* Brings a few bytes of each rank to all ranks, in the order of ranks. Blocks until all ranks have called it. */
+void memory_exchange(memory_t *memory, const void *mine, uint64_t bytes, void *all_out);
+/* The gradients of these tensors are complete, also those that were not written: they are added over the ranks while the
+ * backward phase goes on. They must not be acquired. */
+void memory_gradients_ready(memory_t *memory, int first, int count);
+/* Writes what this process keeps of a kind to its places in a file; when all ranks have, the file holds the whole. */
+void memory_store(memory_t *memory, uint32_t kind, int fd);
+
+/* Plain memory only: adds the gradients of micro-batch `index` of `count` to those of the ones before, as libgemini adds
+ * gradients over ranks: in float, in the order of micro-batches, rounded once. With the last one, the gradients are the
+ * sums. */
+void memory_gradients_add(memory_t *memory, int index, int count);
 
 /* Allocates activations or workspace for work that is queued from now on. The contents are undefined. */
 void *memory_alloc(memory_t *memory, uint64_t bytes);

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "model/scalar.h"
+
 /* libgemini adds up squares in blocks of this size, which determines the last bits of the sum. */
 enum { NORM_BLOCK_BYTES = 65536 };
 
@@ -40,6 +42,8 @@ void plain_ready(memory_t *memory) {
 void plain_close(memory_t *memory) {
   const device_t *device = memory->device;
   device->synchronize();
+  free(memory->sums);
+  memory->sums = NULL;
   for (uint64_t i = 0; i < memory->block_count; i++) device->free(memory->blocks[i].ptr);
   for (int i = 0; i < memory->host_block_count; i++) device->host_free(memory->host_blocks[i]);
   for (int kind = 0; kind < MEMORY_KINDS; kind++) {
@@ -95,6 +99,23 @@ static void zero_unwritten_gradients(memory_t *memory) {
                          tensor->elements * memory_element_bytes[GEMINI_KIND_GRAD]);
     tensor->gradient_written = true;
   }
+}
+
+void plain_gradients_add(memory_t *memory, int index, int count) {
+  if (memory->sums == NULL) memory->sums = malloc(memory->elements * sizeof *memory->sums);
+  if (memory->sums == NULL || memory->device->is_gpu) {
+    memory_fail(memory, memory->sums == NULL ? "out of memory for the sums of gradients"
+                                             : "the sums of gradients need a device whose memory the host can use");
+    return;
+  }
+  zero_unwritten_gradients(memory);
+  uint16_t *gradient = address(memory, GEMINI_KIND_GRAD, 0);
+  for (uint64_t i = 0; i < memory->elements; i++) {
+    float value = gpt_f32_from_bf16(gradient[i]);
+    memory->sums[i] = index == 0 ? value : memory->sums[i] + value;
+    if (index + 1 == count) gradient[i] = gpt_bf16_from_f32(memory->sums[i]);
+  }
+  for (int i = 0; i < memory->tensor_count && index + 1 < count; i++) memory->tensors[i].gradient_written = false;
 }
 
 double plain_gradient_norm(memory_t *memory,

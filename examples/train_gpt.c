@@ -12,9 +12,10 @@
  *
  * The functions memory_*() are in memory.c: most of them are one call of the library. gpt_model.c has the operators of
  * the model. train_gpt_report.c has the options and the report, which your own program does not need.
+ * With --ranks the program becomes several processes, in train_gpt_ranks.c; docs/groups.md says what changes.
  *
  * Losses and parameters do not depend, to the last bit, on the placement, the budgets or the timing. The placement
- * "none", which runs without libgemini, is the reference for that. They do depend on the kind of device: a GPU adds the
+ * "none", which runs without libgemini, is the reference for that; for several ranks, with as many micro-batches. They do depend on the kind of device: a GPU adds the
  * terms of matrix products in another order than the CPU. */
 #define _GNU_SOURCE
 #include <inttypes.h>
@@ -26,9 +27,8 @@
 #include "gemini.h"
 #include "gpt_model.h"
 #include "memory.h"
+#include "train_gpt_ranks.h"
 #include "train_gpt_report.h"
-
-static const char *const program = train_gpt_program;
 
 /* ---- Open ---- */
 
@@ -74,13 +74,18 @@ static int open_model(trainer_t *t, const model_shape_t *shape) {
     if (status >= 0) return status;
   }
   gemini_config_t config = config_of(t);
-  memory_open(memory, t->operators->device, managed ? &config : NULL, true);
+  if (!train_gpt_ranks_start(t)) return CLI_EXIT_FAILURE; /* before the first manager */
+  if (o->zero > 0) {
+    memory_open_ranks(memory, t->operators->device, &config, &t->ranks);
+  } else {
+    memory_open(memory, t->operators->device, managed ? &config : NULL, true);
+  }
   if (!model_open(&t->model, memory, t->operators, shape)) {
-    cli_error(program, "out of memory for %" PRIu64 " layers", o->layers);
+    cli_error(train_gpt_program, "out of memory for %" PRIu64 " layers", o->layers);
     return CLI_EXIT_FAILURE;
   }
   memory_ready(memory);
-  if (memory_error(memory) == NULL && managed && o->timeline != NULL) {
+  if (memory_error(memory) == NULL && managed && o->timeline != NULL && t->ranks.rank == 0) {
     memory_check(memory, gemini_timeline_start(memory->manager, o->timeline));
   }
   model_initialise(&t->model, o->seed);
@@ -118,19 +123,29 @@ static float learning_rate(const options_t *o, uint64_t step) {
 
 static bool every(uint64_t n, uint64_t step) { return n > 0 && (step + 1) % n == 0; }
 
-/* One iteration: forward, backward, norm, update. All calls only queue work, except the norm, which waits. */
-static void train_step(trainer_t *t, uint64_t step) {
-  const options_t *o = &t->o;
+/* Sequences and first token of a micro-batch: ranks and, without libgemini, micro-batches divide the batch equally. */
+static int part_batch(const trainer_t *t) { return (int)(t->o.batch / t->parts_count); }
+static const int32_t *part_tokens(const trainer_t *t, int micro_batch, int context) {
+  int part = (int)t->ranks.rank + micro_batch;
+  return t->tokens + (int64_t)part * part_batch(t) * (context + 1);
+}
+
+/* The mean loss of all micro-batches; t->parts has those that this process has computed. */
+static double mean_loss(trainer_t *t) {
+  double sum = 0;
+  const double mine = t->parts[0];
+  if (t->o.zero > 0) memory_exchange(&t->memory, &mine, sizeof mine, t->parts);
+  for (uint64_t part = 0; part < t->parts_count; part++) sum = part == 0 ? t->parts[0] : sum + t->parts[part];
+  return sum / (double)t->parts_count;
+}
+
+/* Forward and backward pass of a micro-batch. */
+static void pass(trainer_t *t, int context, int skipped, int micro_batch) {
   memory_t *memory = &t->memory;
   model_t *model = &t->model;
-  int batch = (int)o->batch, context = (int)o->context, layers = (int)o->layers;
-  if (every(o->context_every, step)) context *= 2;
-  int skipped = every(o->skip_layer_every, step) ? (int)(step / o->skip_layer_every % o->layers) : -1;
-  text_batch(&t->text, &t->random, batch, context, t->tokens);
-
-  memory_iteration_begin(memory);
+  int layers = (int)t->o.layers;
   memory_phase(memory, GEMINI_PHASE_FORWARD);
-  model_embed(model, batch, context, t->tokens);
+  model_embed(model, part_batch(t), context, part_tokens(t, micro_batch, context));
   for (int layer = 0; layer < layers; layer++) {
     if (layer == skipped) {
       model_block_skip(model, layer);
@@ -139,21 +154,42 @@ static void train_step(trainer_t *t, uint64_t step) {
     }
   }
   memory_phase(memory, GEMINI_PHASE_BACKWARD);
-  model_head(model, 1, &t->losses[step]);
+  model_head(model, 1, &t->parts[micro_batch]);
   for (int layer = layers - 1; layer >= 0; layer--) {
-    if (layer != skipped) model_block_backward(model, layer);
+    if (layer != skipped) {
+      model_block_backward(model, layer);
+    } else {
+      model_block_skip_backward(model, layer);
+    }
   }
   model_embed_backward(model);
+}
+
+/* One iteration: forward, backward, norm, update. All calls only queue work, except the norm, which waits. */
+static void train_step(trainer_t *t, uint64_t step) {
+  const options_t *o = &t->o;
+  memory_t *memory = &t->memory;
+  int context = (int)o->context, micro_batches = (int)o->micro_batches;
+  if (every(o->context_every, step)) context *= 2;
+  int skipped = every(o->skip_layer_every, step) ? (int)(step / o->skip_layer_every % o->layers) : -1;
+  text_batch(&t->text, &t->random, (int)o->batch, context, t->tokens); /* of all ranks */
+
+  memory_iteration_begin(memory);
+  for (int i = 0; i < micro_batches; i++) {
+    pass(t, context, skipped, i);
+    if (micro_batches > 1) memory_gradients_add(memory, i, micro_batches);
+  }
 
   /* Clipping needs the norm of all gradients before the first parameter changes. Without clipping nothing waits
    * here. */
-  t->norms[step] = o->clip > 0 ? memory_gradient_norm(memory, t->operators->squares) : 0;
+  float parts = (float)t->parts_count; /* gradients are sums over these; what clips and updates is their mean */
+  t->norms[step] = o->clip > 0 ? memory_gradient_norm(memory, t->operators->squares) / (double)parts : 0;
   gpt_adamw_t adamw = { .learning_rate = learning_rate(o, step),
                         .beta1 = 0.9f,
                         .beta2 = 0.95f,
                         .epsilon = 1e-8f,
                         .weight_decay = (float)o->weight_decay,
-                        .gradient_scale = gpt_clip_scale(t->norms[step], o->clip),
+                        .gradient_scale = gpt_clip_scale(t->norms[step], o->clip) / parts,
                         .step = (uint32_t)(step + 1) };
   step_update_t *update = &t->updates[step];
   update->operators = t->operators;
@@ -163,6 +199,8 @@ static void train_step(trainer_t *t, uint64_t step) {
   memory_update(memory, &memory_optimizer, 0, 0, update_span, update);
   memory_iteration_end(memory);
   memory_synchronize(memory); /* waits for the loss; updates may still be running */
+  t->losses[step] = mean_loss(t);
+  if (step == 0) t->gathered_in_first = train_gpt_ranks_stats(t).gathered_chunks;
 }
 
 /* Evaluates the loss, always on the same text: an iteration that ends after the head, unlike the recorded ones. */
@@ -171,12 +209,15 @@ static void evaluate(trainer_t *t) {
   text_batch(&t->text, &random, (int)t->o.batch, (int)t->o.context, t->tokens);
   memory_iteration_begin(&t->memory);
   memory_phase(&t->memory, GEMINI_PHASE_FORWARD);
-  model_embed(&t->model, (int)t->o.batch, (int)t->o.context, t->tokens);
-  for (int layer = 0; layer < (int)t->o.layers; layer++) model_block(&t->model, layer);
-  model_head(&t->model, 0, &t->eval_losses[t->eval_count++]);
-  model_drop(&t->model);
+  for (int i = 0; i < (int)t->o.micro_batches; i++) {
+    model_embed(&t->model, part_batch(t), (int)t->o.context, part_tokens(t, i, (int)t->o.context));
+    for (int layer = 0; layer < (int)t->o.layers; layer++) model_block(&t->model, layer);
+    model_head(&t->model, 0, &t->parts[i]);
+    model_drop(&t->model);
+  }
   memory_iteration_end(&t->memory);
   memory_synchronize(&t->memory);
+  t->eval_losses[t->eval_count++] = mean_loss(t);
 }
 
 /* ---- The loop ---- */
@@ -190,10 +231,11 @@ static bool train(trainer_t *t) {
     if (memory_error(&t->memory) != NULL) return false;
     t->seconds[step] = 1e-9 * (double)(cli_now_ns() - start_ns);
     if (!isfinite(t->losses[step])) {
-      cli_error(program, "training diverged: loss %g in step %" PRIu64 ", not finite", t->losses[step], step);
+      cli_error(train_gpt_program, "training diverged: loss %g in step %" PRIu64 ", not finite", t->losses[step], step);
       return false;
     }
-    if (!t->o.quiet) {
+    const bool prints = !t->o.quiet && t->ranks.rank == 0;
+    if (prints) {
       uint64_t tokens = t->o.batch * t->o.context * (every(t->o.context_every, step) ? 2 : 1);
       printf("step %4" PRIu64 "/%" PRIu64 "  loss %.4f  norm %.3f  %.0f tokens/s  %.1f ms\n", step + 1, t->o.steps,
              t->losses[step], t->norms[step], (double)tokens / t->seconds[step], 1e3 * t->seconds[step]);
@@ -202,12 +244,12 @@ static bool train(trainer_t *t) {
     if (!every(t->o.eval_every, step)) continue;
     evaluate(t);
     if (memory_error(&t->memory) != NULL) return false;
-    if (!t->o.quiet) printf("step %4" PRIu64 "  evaluation loss %.4f\n", step + 1, t->eval_losses[t->eval_count - 1]);
+    if (prints) printf("step %4" PRIu64 "  evaluation loss %.4f\n", step + 1, t->eval_losses[t->eval_count - 1]);
   }
   memory_update_wait(&t->memory);
   for (uint64_t step = 0; step < t->o.steps; step++) {
     if (!atomic_load(&t->updates[step].failed)) continue;
-    cli_error(program, "cannot queue an update on the device: step %" PRIu64, step + 1);
+    cli_error(train_gpt_program, "cannot queue an update on the device: step %" PRIu64, step + 1);
     return false;
   }
   return memory_error(&t->memory) == NULL;
@@ -221,17 +263,18 @@ static int set_up(trainer_t *t) {
   char message[512];
   uint64_t longest = o->context * (o->context_every > 0 ? 2 : 1);
   if (!text_load(&t->text, o->text, message, sizeof message)) {
-    cli_error(program, "%s; name one with --text", message);
+    cli_error(train_gpt_program, "%s; name one with --text", message);
     return CLI_EXIT_FAILURE;
   }
   if (t->text.count <= longest) {
-    cli_error(program, "text too short: %" PRIu64 " bytes, more than the longest context of %" PRIu64 " needed",
-              t->text.count, longest);
+    cli_error(train_gpt_program,
+              "text too short: %" PRIu64 " bytes, more than the longest context of %" PRIu64 " needed", t->text.count,
+              longest);
     return CLI_EXIT_FAILURE;
   }
   t->operators = &gpt_cpu;
   if (o->device == DEVICE_CUDA) {
-    t->gpu = gpu_open(program, (uint32_t)o->device_ordinal, o->cublas);
+    t->gpu = gpu_open(train_gpt_program, (uint32_t)o->device_ordinal, o->cublas);
     if (t->gpu == NULL || !device_cuda_open(t->gpu) || !gpt_cuda_open()) return CLI_EXIT_FAILURE;
     t->operators = &gpt_cuda;
   }
@@ -239,14 +282,16 @@ static int set_up(trainer_t *t) {
   t->random = o->seed + UINT64_C(0xda7a);
   t->tokens = device->host_alloc(o->batch * (longest + 1) * sizeof *t->tokens);
   t->updates = calloc(o->steps, sizeof *t->updates);
-  t->losses = device->host_alloc(o->steps * sizeof *t->losses);
+  t->parts_count = o->ranks * o->micro_batches;
+  t->parts = device->host_alloc(t->parts_count * sizeof *t->parts);
+  t->losses = calloc(o->steps, sizeof *t->losses);
   t->norms = calloc(o->steps, sizeof *t->norms);
   t->seconds = calloc(o->steps, sizeof *t->seconds);
-  t->eval_losses = device->host_alloc(o->steps * sizeof *t->eval_losses);
+  t->eval_losses = calloc(o->steps, sizeof *t->eval_losses);
   model_shape_t shape = { (int)o->layers, (int)o->width, (int)o->heads, (int)longest };
-  if (t->tokens == NULL || t->updates == NULL || t->losses == NULL || t->norms == NULL || t->seconds == NULL ||
-      t->eval_losses == NULL) {
-    cli_error(program, "out of memory for the records of %" PRIu64 " steps", o->steps);
+  if (t->tokens == NULL || t->updates == NULL || t->parts == NULL || t->losses == NULL || t->norms == NULL ||
+      t->seconds == NULL || t->eval_losses == NULL) {
+    cli_error(train_gpt_program, "out of memory for the records of %" PRIu64 " steps", o->steps);
     return CLI_EXIT_FAILURE;
   }
   return open_model(t, &shape);
@@ -261,20 +306,22 @@ int main(int argc, char **argv) {
   if (status < 0) status = train(&t) && train_gpt_report(&t) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
   memory_close(&t.memory);
   if (memory_error(&t.memory) != NULL) {
-    cli_error(program, "%s", memory_error(&t.memory));
+    cli_error(train_gpt_program, "%s", memory_error(&t.memory));
     status = CLI_EXIT_FAILURE;
   }
   model_close(&t.model);
   text_free(&t.text);
   if (t.operators != NULL) {
     t.operators->device->host_free(t.tokens);
-    t.operators->device->host_free(t.losses);
-    t.operators->device->host_free(t.eval_losses);
+    t.operators->device->host_free(t.parts);
   }
   free(t.updates);
+  free(t.losses);
+  free(t.eval_losses);
   free(t.norms);
   free(t.seconds);
   device_cuda_close();
   gpu_close(t.gpu);
-  return status;
+  if (t.whole != NULL) fclose(t.whole);
+  return train_gpt_ranks_finish(&t, status);
 }

@@ -8,8 +8,9 @@
 
 #include "common/cli.h"
 #include "common/row.h"
+#include "train_gpt_ranks.h"
 
-const char train_gpt_program[] = "train_gpt";
+const char *train_gpt_program = "train_gpt";
 
 /* ---- Options ---- */
 
@@ -29,6 +30,8 @@ int train_gpt_options(options_t *o, int argc, char **argv) {
                     .batch = 3,
                     .steps = 120,
                     .seed = 1,
+                    .ranks = 1,
+                    .micro_batches = 1,
                     .warmup = 1,
                     .lr_warmup = 10,
                     .lr = 1e-3,
@@ -64,6 +67,13 @@ int train_gpt_options(options_t *o, int argc, char **argv) {
     { "context", CLI_U64, &o->context, "tokens of a sequence", 1, MODEL_CONTEXT_MAX / 2, NULL },
     { "batch", CLI_U64, &o->batch, "sequences of a step", 1, MODEL_BATCH_MAX, NULL },
     { "steps", CLI_U64, &o->steps, "training steps", 1, 10000000, NULL },
+    { "ranks", CLI_U64, &o->ranks,
+      "processes that share the model data, each with its part of the batch; budgets are those of one", 1,
+      TRAIN_GPT_RANKS_MAX, NULL },
+    { "zero", CLI_U64, &o->zero,
+      "what ranks share: 1 states, 2 and gradients, 3 and parameters; 0: 3, or with one rank, no group", 0, 3, NULL },
+    { "micro-batches", CLI_U64, &o->micro_batches,
+      "policy none: parts of the batch, one after the other, as so many ranks compute them", 1, MODEL_BATCH_MAX, NULL },
     { "seed", CLI_U64, &o->seed, "of initial values and data order", 0, 0, NULL },
     { "lr", CLI_F64, &o->lr, "learning rate", 0, 0, NULL },
     { "lr-warmup", CLI_U64, &o->lr_warmup, "steps in which it rises from 0", 0, 0, NULL },
@@ -94,6 +104,22 @@ int train_gpt_options(options_t *o, int argc, char **argv) {
   if (o->static_params > 1 || o->static_optim > 1) {
     cli_error(train_gpt_program, "bad share: --static-params %g --static-optim %g, at most 1", o->static_params,
               o->static_optim);
+    return CLI_EXIT_USAGE;
+  }
+  const uint64_t parts = o->ranks * o->micro_batches;
+  if (o->ranks > 1 && o->zero == 0) o->zero = 3;
+  if (o->zero > 0 && (o->policy == POLICY_NONE || o->device != DEVICE_SIM)) {
+    cli_error(train_gpt_program, "ranks need the simulated device and libgemini: not --device cuda, not --policy none");
+    return CLI_EXIT_USAGE;
+  }
+  if (o->micro_batches > 1 && (o->policy != POLICY_NONE || o->device != DEVICE_SIM)) {
+    cli_error(train_gpt_program, "--micro-batches %" PRIu64 " needs --policy none and the simulated device",
+              o->micro_batches);
+    return CLI_EXIT_USAGE;
+  }
+  if (o->batch % parts != 0) {
+    cli_error(train_gpt_program, "the batch has no equal parts: %" PRIu64 " sequences, %" PRIu64 " %s", o->batch, parts,
+              o->ranks > 1 ? "ranks" : "micro-batches");
     return CLI_EXIT_USAGE;
   }
   return -1;
@@ -143,16 +169,17 @@ enum { LINKS = sizeof links / sizeof *links };
 
 static void print_places(trainer_t *t, const gemini_stats_t *stats) {
   memory_t *memory = &t->memory;
-  char a[32], b[32], c[32], d[32];
+  char a[32], b[32], c[32];
+  const bool sharded = memory->group != NULL; /* where slices are is not known tensor by tensor */
   printf("\n%-14s %12s %12s %12s %12s\n", "lives in", "arena", "device", "host", "file");
   static const char *const kinds[MEMORY_KINDS] = { "parameters", "(gradients)", "masters", "momenta", "variances" };
   for (int kind = 0; kind < MEMORY_KINDS; kind++) {
     gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
     if (!memory_check(memory, gemini_arena_info(memory->manager, memory->arenas[kind], &info))) return;
-    printf("%-14s %12s %12s %12s %12s\n", kinds[kind], cli_format_size(info.size_bytes, a, sizeof a),
-           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_DEVICE), b, sizeof b),
-           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_HOST), c, sizeof c),
-           cli_format_size(memory_tier_bytes(memory, kind, GEMINI_TIER_FILE), d, sizeof d));
+    printf("%-14s %12s", kinds[kind], cli_format_size(info.size_bytes, a, sizeof a));
+    for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT && !sharded; tier++)
+      printf(" %12s", cli_format_size(memory_tier_bytes(memory, kind, tier), b, sizeof b));
+    printf("%s\n", sharded ? "  of all ranks" : "");
   }
   const gemini_tier_stats_t device = memory_tier(memory, GEMINI_TIER_DEVICE),
                             host = memory_tier(memory, GEMINI_TIER_HOST), file = memory_tier(memory, GEMINI_TIER_FILE);
@@ -176,24 +203,33 @@ static void print_places(trainer_t *t, const gemini_stats_t *stats) {
 
 bool train_gpt_report(trainer_t *t) {
   memory_t *memory = &t->memory;
-  char a[32], b[32], c[32], hash[17];
+  char a[32], b[32], c[32], hash[17], losses_hash[17];
   gemini_stats_t stats = GEMINI_STATS_INIT;
   uint64_t peaks[GEMINI_TIER_COUNT] = { 0 }, moved[LINKS] = { 0 };
+  const gemini_group_stats_t group = train_gpt_ranks_stats(t);
+  const bool prints = t->ranks.rank == 0;
   if (memory->managed) {
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) peaks[tier] = memory_tier(memory, tier).peak_bytes;
     for (int i = 0; i < LINKS; i++)
       moved[i] = memory_moved_bytes(memory, links[i].from_tier, links[i].to_tier, GEMINI_REASON_ALL);
     if (!memory_check(memory, gemini_stats(memory->manager, &stats))) return false;
-    if (t->o.trace != NULL && !memory_check(memory, gemini_trace_save(memory->manager, t->o.trace))) return false;
-    if (!t->o.quiet) print_places(t, &stats);
-    if (t->o.explain && !memory_print_plan(memory)) return false;
-    if (t->o.timeline != NULL && !memory_check(memory, gemini_timeline_stop(memory->manager))) return false;
+    if (prints && t->o.trace != NULL && !memory_check(memory, gemini_trace_save(memory->manager, t->o.trace)))
+      return false;
+    if (prints && !t->o.quiet) print_places(t, &stats);
+    if (prints && t->o.explain && !memory_print_plan(memory)) return false;
+    if (prints && t->o.timeline != NULL && !memory_check(memory, gemini_timeline_stop(memory->manager))) return false;
   } else {
     stats.model_bytes = memory_model_bytes(memory->elements);
     peaks[GEMINI_TIER_DEVICE] = stats.model_bytes + memory->nonmodel_peak_bytes;
   }
-  snprintf(hash, sizeof hash, "%016" PRIx64, model_hash(&t->model));
+  snprintf(hash, sizeof hash, "%016" PRIx64, train_gpt_ranks_hash(t));
   if (memory_error(memory) != NULL) return false;
+  if (!prints) return true;
+  const uint64_t kept_bytes = stats.model_bytes; /* by this rank */
+  if (memory->group != NULL) stats.model_bytes = memory_model_bytes(memory->elements);
+  uint64_t all_losses = gpt_hash(GPT_HASH_START, t->losses, t->o.steps * sizeof *t->losses);
+  all_losses = gpt_hash(all_losses, t->eval_losses, t->eval_count * sizeof *t->eval_losses);
+  snprintf(losses_hash, sizeof losses_hash, "%016" PRIx64, all_losses);
   double sec_per_step = median_seconds(t);
   if (!t->o.quiet) {
     printf("\n%" PRIu64
@@ -203,6 +239,12 @@ bool train_gpt_report(trainer_t *t) {
            cli_format_size(memory->nonmodel_peak_bytes, b, sizeof b),
            cli_format_size(memory->working_peak_bytes, c, sizeof c), memory->working_peak_op,
            100.0 * (double)memory->working_peak_bytes / (double)stats.model_bytes);
+    if (t->o.zero > 0)
+      printf("%" PRIu64 " ranks, ZeRO %" PRIu64
+             "; all together gathered %s from each other, brought %s of their own to "
+             "the device and took %s back\n",
+             t->o.ranks, t->o.zero, cli_format_size(group.gathered_bytes, a, sizeof a),
+             cli_format_size(group.fetched_bytes, b, sizeof b), cli_format_size(group.stored_bytes, c, sizeof c));
   }
   row_t row;
   row_begin(&row, train_gpt_program, policy_names[t->o.policy]);
@@ -225,9 +267,23 @@ bool train_gpt_report(trainer_t *t) {
   row_u64(&row, "planned_iterations", stats.planned_iterations);
   row_u64(&row, "departures", stats.departures);
   row_f64(&row, "stall_seconds", 1e-9 * (double)stats.stall_ns);
+  if (t->o.zero > 0) {
+    row_u64(&row, "ranks", t->o.ranks);
+    row_u64(&row, "zero", t->o.zero);
+    row_u64(&row, "rank_model_bytes", kept_bytes);
+    row_u64(&row, "gathered_chunks", group.gathered_chunks);
+    row_u64(&row, "gathered_chunks_first_step", t->gathered_in_first);
+    row_u64(&row, "gathered_bytes", group.gathered_bytes);
+    row_u64(&row, "reduced_chunks", group.reduced_chunks);
+    row_u64(&row, "slices_fetched_bytes", group.fetched_bytes);
+    row_u64(&row, "slices_stored_bytes", group.stored_bytes);
+  }
+  if (t->o.micro_batches > 1) row_u64(&row, "micro_batches", t->o.micro_batches);
   row_u64(&row, "steps", t->o.steps);
   row_f64_list(&row, "losses", t->losses, t->o.steps);
   if (t->eval_count > 0) row_f64_list(&row, "eval_losses", t->eval_losses, t->eval_count);
+  row_text(&row, "losses_hash", losses_hash);
+  row_f64(&row, "norm", t->norms[t->o.steps - 1]);
   row_text(&row, "params_hash", hash);
   row_f64(&row, "sec_per_step", sec_per_step);
   row_f64(&row, "predicted_sec_per_step", 1e-9 * (double)stats.predicted_step_ns);

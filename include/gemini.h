@@ -174,7 +174,8 @@ enum {
   GEMINI_ERR_EXISTS = -12,      /* the name is taken */
   GEMINI_ERR_UNSUPPORTED = -13, /* this build or device cannot do that */
   GEMINI_ERR_DEVICE = -14,      /* the device reported an error; native_code is its code */
-  GEMINI_ERR_PENDING = -15      /* the call was accepted and its work is not done yet; the message says why */
+  GEMINI_ERR_PENDING = -15,     /* the call was accepted and its work is not done yet; the message says why */
+  GEMINI_ERR_PEER = -16 /* another process of a group ended, failed or made another call; the message names it */
 };
 
 /** Returns a status in words, in static storage; never NULL. Since: 0.1 */
@@ -212,6 +213,7 @@ typedef struct gemini_manager_s *gemini_manager_t;
 typedef struct gemini_arena_s *gemini_arena_t;
 typedef struct gemini_tensor_s *gemini_tensor_t;
 typedef struct gemini_stream_s *gemini_stream_t;
+typedef struct gemini_group_s *gemini_group_t; /* gemini/group.h */
 
 /** Stands for the calling thread in place of a stream: the call does the work itself, at once. An acquire on it blocks
  *  until the bytes are there. */
@@ -265,7 +267,8 @@ typedef struct gemini_config {
   uint64_t sim_d2h_bytes_per_s; /* simulated device: copy rate from the device; 0 = as fast as memcpy */
   const char *file_dir;         /* directories for the file tier, several separated by ':', over which chunks are
                                    striped; required when file_bytes > 0; borrowed */
-  gemini_log_fn log_fn;         /* NULL: silent; stderr where GEMINI_LOG is error, warning, info or debug */
+  gemini_log_fn log_fn;         /* NULL: silent; stderr where the environment's GEMINI_LOG is error, warning, info or
+                                   debug. gemini_manager_open() refuses other values of it, but an empty one */
   void *log_user;               /* passed to log_fn */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
   uint32_t reserved;            /* 0 */
@@ -281,8 +284,10 @@ typedef struct gemini_config {
 /** Opens a manager: one device, one budget for each tier, one sequence of iterations.
  *  @param config  borrowed until return
  *  @param mgr_out  transferred to the caller; end with gemini_manager_close()
- *  @retval GEMINI_ERR_INVALID  a field is out of range
- *  @retval GEMINI_ERR_UNSUPPORTED  this build or machine does not have the device
+ *  @retval GEMINI_ERR_INVALID  a field is out of range; log_fn is NULL and GEMINI_LOG in the environment is none of its
+ *           values; or 64 managers are open
+ *  @retval GEMINI_ERR_UNSUPPORTED  this build or machine does not have the device; or file_engine is
+ *           GEMINI_FILE_ENGINE_URING, and io_uring cannot be set up
  *  @retval GEMINI_ERR_OOM_SYSTEM, GEMINI_ERR_IO  memory, addresses or files could not be reserved
  *  At most 64 managers exist at once. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out)
@@ -325,7 +330,11 @@ GEMINI_API gemini_status_t gemini_stream_adopt(gemini_manager_t mgr, void *nativ
 GEMINI_API gemini_status_t gemini_stream_native(gemini_manager_t mgr, gemini_stream_t stream, void **native_out)
     GEMINI_MUST_CHECK;
 /** Waits for the stream's work, then destroys the stream. NULL is accepted. Blocks.
- *  @retval GEMINI_ERR_BUSY  the open operator runs on the stream; nothing changed
+ *  A call of another thread that names the stream meanwhile is waited for, with what it queues, or gets
+ *  GEMINI_ERR_HANDLE; none queues work on a stream that is created later. What is acquired stays so, and is released
+ *  with another stream or GEMINI_STREAM_CALLER.
+ *  @retval GEMINI_ERR_BUSY  the open operator runs on the stream, or a graph was begun on it and has not ended, or is
+ *           entered on it; nothing changed
  *  @retval GEMINI_ERR_STATE  the stream is being captured; nothing changed
  *  @retval GEMINI_ERR_DEVICE  the device cannot wait for the stream's work; the stream stays until the manager is
  *           closed
@@ -372,12 +381,25 @@ typedef struct gemini_arena_config {
                               parameter's bytes until the parameter is written again. Needs the same element_bytes;
                               implies like. Bytes of no tensor between two gradients that are at most 4,096 bytes
                               apart become zero with them: keep other ranges in other arenas */
+  gemini_group_t
+      group;           /* NULL, or (kind PARAM, follows no arena) the group whose ranks share the bytes, each a slice of
+                           every chunk (gemini/group.h); arenas that follow this one are sharded in the same way */
+  uint32_t zero_stage; /* with group: GEMINI_ZERO_* */
+  uint32_t dtype;      /* of a gradient arena that follows a sharded one: GEMINI_DTYPE_*, the type of its values */
 } gemini_arena_config_t;
-#define GEMINI_ARENA_CONFIG_INIT { sizeof(gemini_arena_config_t), 0, 0, 0, 0, NULL, NULL, NULL }
+#define GEMINI_ARENA_CONFIG_INIT { sizeof(gemini_arena_config_t), 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0 }
+/** What ranks share of a sharded arena and those that follow it (Rajbhandari et al., "ZeRO", 2020). */
+enum {
+  GEMINI_ZERO_AUTO = 0,      /* this version: as PARAMS */
+  GEMINI_ZERO_STATES = 1,    /* optimizer states; gradients are added when an update or a norm needs them */
+  GEMINI_ZERO_GRADIENTS = 2, /* and gradients, which are added as soon as a chunk of them is READY_FOR_REDUCE */
+  GEMINI_ZERO_PARAMS = 3     /* and parameters: a chunk leaves the device after each operator that used it */
+};
 
 /** Reserves an arena.
  *  @param arena_out  transferred to the caller; end with gemini_arena_destroy() or gemini_manager_close()
  *  @retval GEMINI_ERR_INVALID  a field is out of range, or like or reuse names an arena that does not fit
+ *  @retval GEMINI_ERR_UNSUPPORTED  a gradient arena that follows a sharded arena has another element_bytes
  *  @retval GEMINI_ERR_OOM_SYSTEM  no address range of that size is free
  *  A manager has at most 1,024 arenas at once. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_config_t *config,
@@ -410,6 +432,7 @@ GEMINI_API gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_
 /** Takes the next size_bytes of an arena as one plain range, for callers that place things in it themselves.
  *  @param offset_out  byte offset in the arena, a multiple of 256 elements
  *  @retval GEMINI_ERR_INVALID  size_bytes is 0, no multiple of element_bytes, or more than the arena has left
+ *  @retval GEMINI_ERR_UNSUPPORTED  the arena is sharded, and gradients reuse its bytes
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
                                              uint64_t *offset_out) GEMINI_MUST_CHECK;
@@ -417,7 +440,8 @@ GEMINI_API gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_
 #define GEMINI_OFFSET_NEXT UINT64_MAX
 /** Registers a tensor.
  *  @param arena  an arena that neither follows nor reuses another
- *  @param name  1 to 127 bytes, unique in the manager; copied
+ *  @param name  1 to 127 bytes of any kind, unique in the manager; copied. Messages, dumps and files of the library
+ *           write control characters in it as %0A
  *  @param size_bytes  a multiple of the arena's element_bytes, not 0
  *  @param offset_bytes  GEMINI_OFFSET_NEXT: the arena's next free offset, a multiple of 256 elements. Otherwise an
  *           offset inside ranges taken before; tensors may overlap (tied weights)
@@ -465,7 +489,7 @@ GEMINI_API gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_
 typedef struct gemini_tensor_info_s {
   uint32_t struct_size; /* bytes; set by GEMINI_TENSOR_INFO_INIT */
   uint32_t state;       /* GEMINI_STATE_* */
-  uint64_t address;     /* device address; never changes */
+  uint64_t address;     /* device address; never changes; 0: a sharded arena of states, which has none */
   uint64_t size_bytes;
   uint64_t offset_bytes; /* in its arena */
   gemini_arena_t arena;
@@ -568,9 +592,10 @@ static inline gemini_access_t gemini_arena_access(gemini_arena_t arena, uint64_t
  *  @retval GEMINI_ERR_INVALID  a value is out of range, or an access has another struct_size than the first; the
  *           message names its index
  *  @retval GEMINI_ERR_BUSY  a range is acquired on the host for writing and wanted on the device, or the other way
- *           round
- *  @retval GEMINI_ERR_STATE  the batch reads a parameter whose bytes its gradient has taken, or a gradient whose bytes
- *           its parameter has; or it writes both
+ *           round; or another thread's gemini_load() uses its chunks
+ *  @retval GEMINI_ERR_STATE  the batch reads, or writes in part, a parameter whose bytes its gradient has taken, or a
+ *           gradient whose bytes its parameter has; or it writes both. A range of an arena stands for the tensors in
+ *           it. A tensor that is overwritten whole (GEMINI_WRITE) takes the bytes
  *  @retval GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST  the batch does not fit beside what is acquired, pinned and
  *           allocated; the message says what holds the memory
  *  @retval GEMINI_ERR_IO  a chunk could not be read from its file
@@ -631,16 +656,19 @@ GEMINI_API gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr);
 
 /** @defgroup data Zero, load, store, norm, update
  *  @{ */
-/** Makes a range read as zero. Whole chunks cost nothing until they are used.
+/** Makes a range read as zero. Whole chunks cost nothing until they are used. A parameter in it that is zeroed whole
+ *  takes its bytes back: the gradient that had taken them is discarded.
  *  @param access  object and range; mode and tier are ignored
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired
- *  @retval GEMINI_ERR_STATE  the range has a part of a parameter whose bytes its gradient has taken
+ *  @retval GEMINI_ERR_STATE  the range has a part, but not all, of a parameter whose bytes its gradient has taken
  *  @retval GEMINI_ERR_OOM_HOST  the host has no room for a chunk that is zeroed in part; nothing changed
  *  @retval GEMINI_ERR_DEVICE  the device refused; parts of the range on it may be zero
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
 /** Reads a range from a file descriptor into the tier below the device. A tensor that is read into, even in part, goes
- *  from FREE to HOLD. Blocks.
+ *  from FREE to HOLD. A parameter that is read whole takes its bytes back: the gradient that had taken them is
+ *  discarded; a gradient that is read whole takes those of its parameter. Blocks. While it runs, calls of other threads
+ *  that use a chunk of the range fail with GEMINI_ERR_BUSY, except those that only move it to the host or to a file.
  *  @param fd_offset  byte offset in the file
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  reading failed, or the file ends early: the bytes that were read are
  *           changed, the rest of the range is not; native_code is errno or 0. GEMINI_ERR_DEVICE and
@@ -648,9 +676,9 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  @retval GEMINI_ERR_OOM_HOST  the range does not fit on the host; nothing changed. With a file tier, or when other
  *           threads take room meanwhile, a part may have been read, as for GEMINI_ERR_IO; the same holds for
  *           GEMINI_ERR_OOM_FILE
- *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, or pinned to the device
- *  @retval GEMINI_ERR_STATE  the range has a part of a parameter whose bytes its gradient has taken, or the other way
- *           round
+ *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, pinned to the device, or being loaded; nothing changed
+ *  @retval GEMINI_ERR_STATE  the range has a part, but not all, of a parameter whose bytes its gradient has taken, or
+ *           the other way round
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
@@ -659,8 +687,8 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
  *           range of an arena is written as it is
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on file sizes is
  *           exhausted: a part of the range may have been written; native_code is errno
- *  @retval GEMINI_ERR_BUSY  a part of the range is acquired for writing; nothing was written, unless another thread
- *           acquired it during the call
+ *  @retval GEMINI_ERR_BUSY  a part of the range is acquired for writing, or being loaded; nothing was written, unless
+ *           another thread began that during the call
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_store(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
@@ -672,7 +700,7 @@ enum { GEMINI_DTYPE_F32 = 0, GEMINI_DTYPE_BF16 = 1, GEMINI_DTYPE_F16 = 2, GEMINI
  *  first. In a reusing arena, a gradient that was not written counts as zero. Blocks.
  *  @param access  object and range, a multiple of the dtype's size; mode and tier are ignored
  *  @param stream  the work that produced the range
- *  @retval GEMINI_ERR_STATE  the range has a parameter whose bytes its gradient has taken
+ *  @retval GEMINI_ERR_STATE  the range has a parameter, or a part of one, whose bytes its gradient has taken
  *  @retval other  a chunk could not be brought to the host; norm_out is untouched
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_norm(gemini_manager_t mgr, const gemini_access_t *access, uint32_t dtype,
@@ -765,9 +793,8 @@ GEMINI_API gemini_status_t gemini_checkpoint(gemini_manager_t mgr) GEMINI_MUST_C
  *  the same.
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT  the checkpoint is of other arenas or tensors: the message names one; nothing changed
- *  @retval GEMINI_ERR_STATE the manager was opened without checkpoint_name, an arena holds bytes, or a checkpoint was
- *  made
- *           or taken up before
+ *  @retval GEMINI_ERR_STATE  the manager was opened without checkpoint_name; an arena holds bytes, is acquired or
+ *           pinned, or an update of it is pending; or a checkpoint was made or taken up before; nothing changed
  *  @retval GEMINI_ERR_OOM_FILE  the checkpoint's chunks are more than the file budget; nothing changed
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_resume(gemini_manager_t mgr) GEMINI_MUST_CHECK;
@@ -894,7 +921,7 @@ GEMINI_API gemini_status_t gemini_trace_save(gemini_manager_t mgr, const char *p
 /** Reads a saved trace and plans from it, in place of a warm-up. The caller's arenas must be those of the trace, by
  *  name and size.
  *  @retval GEMINI_ERR_OOM_DEVICE  an operator's working set does not fit: the message names the operator and the bytes
- *           that it lacks
+ *           that it lacks. Arenas that had no chunk size yet have one now; nothing else changed
  *  @retval GEMINI_ERR_STATE  an iteration is open
  *  @retval GEMINI_ERR_FORMAT  the file is no trace, or is a trace of other arenas
  *  Since: 0.1 */

@@ -12,12 +12,12 @@
 const char *__tsan_default_options(void);
 const char *__tsan_default_options(void) { return "detect_deadlocks=0:report_thread_leaks=0"; }
 
-/* fork(): returns 0 in the child, which is killed after two minutes if it hangs. */
+/* fork(): returns 0 in the child, which is killed after ten minutes if it hangs. */
 static inline pid_t fork_child(void) {
   fflush(NULL);
   pid_t child = fork();
   CHECK(child >= 0);
-  if (!child) alarm(120);
+  if (!child) alarm(600);
   return child;
 }
 /* Waits for the child and checks that it exits with status 0. */

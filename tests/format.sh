@@ -28,6 +28,11 @@ if ((${#files[@]} == 0)); then
   exit 1
 fi
 
+# One process for all files first: one for each takes eight times as long.
+if "$tool" --style=file --dry-run -Werror "${files[@]}" 2>/dev/null; then
+  if ((check)); then echo "${#files[@]} files are formatted"; fi
+  exit 0
+fi
 result=$(mktemp)
 trap 'rm -f "$result"' EXIT
 failed=0
@@ -43,5 +48,4 @@ for file in "${files[@]}"; do
     echo "formatted $file"
   fi
 done
-if ((check && !failed)); then echo "${#files[@]} files are formatted"; fi
 exit "$failed"

@@ -37,8 +37,8 @@ FAULTS = [
     Fault(
         "a chunk counts as valid nowhere",
         "chunk/residency.c",
-        "give_frame(m, c, gmi_chunk_departed(m, c, GMI_VALID_HOST, fence), fence);",
-        "give_frame(m, c, gmi_chunk_departed(m, c, 0, fence), fence);",
+        "gmi_chunk_leave_frame(m, c, GMI_VALID_HOST, fence);",
+        "gmi_chunk_leave_frame(m, c, 0, fence);",
         "integration_test_memory",
         "changed",
     ),
@@ -61,8 +61,8 @@ FAULTS = [
     Fault(
         "the fence of an eviction is dropped",
         "chunk/residency.c",
-        "  give_frame(m, c, gmi_chunk_departed(m, c, GMI_VALID_HOST, fence), fence);",
-        "  fence = 0;\n  give_frame(m, c, gmi_chunk_departed(m, c, GMI_VALID_HOST, fence), fence);",
+        "  gmi_chunk_leave_frame(m, c, GMI_VALID_HOST, fence);",
+        "  fence = 0;\n  gmi_chunk_leave_frame(m, c, GMI_VALID_HOST, fence);",
         "integration_test_memory",
         "gmi_chunk_departed",
     ),

@@ -54,7 +54,7 @@ half() {
   local log=build/torch/$name.$1.log files
   shift
   mapfile -t files < <(printf 'bindings/python/tests/test_%s.py\n' "$@")
-  PYTHONPATH=bindings/python LIBGEMINI_DIR=$PWD/build/torch OMP_NUM_THREADS=1 timeout 1200 "$venv/bin/python" -m pytest \
+  PYTHONPATH=bindings/python LIBGEMINI_DIR=$PWD/build/torch OMP_NUM_THREADS=1 timeout 3600 "$venv/bin/python" -m pytest \
     -q -p no:cacheprovider --durations=5 -k 'not kill and not torchrun and not inductor and not processes and not second_copy' \
     "${arguments[@]}" "${files[@]}" >"$log" 2>&1 || { cat "$log"; return 1; }
   tail -n 1 "$log"
@@ -63,6 +63,6 @@ arguments=("$@")
 half 1 training unit misuse views optimizers &
 first=$!
 failed=0
-half 2 activations checkpoint docs models random report savers scripted several trainers versions || failed=1
+half 2 activations checkpoint docs interrupts models numbers random report savers scripted several trainers versions || failed=1
 wait "$first" || failed=1
 exit "$failed"

@@ -125,8 +125,8 @@ static gemini_status_t check_shared(const char *operation, uint32_t unknown_flag
   if (unknown_flags) REFUSE("flags has unknown bits: %#" PRIx32, unknown_flags);
   if (!is_low_or_f32(grad_dtype)) REFUSE("grad_dtype is %" PRIu32 ", want F32, BF16 or F16", grad_dtype);
   if (a->param && !is_low_or_f32(param_dtype)) REFUSE("param_dtype is %" PRIu32 ", want F32, BF16 or F16", param_dtype);
-  if (!step) REFUSE("step is 0, the first is 1");
-  if (count > COUNT_MAX) REFUSE("count is %" PRIu64 ", at most %" PRIu64, count, COUNT_MAX);
+  if (!step) REFUSE("step is 0, want at least 1");
+  if (count > COUNT_MAX) REFUSE("count is %" PRIu64 ", want at most %" PRIu64, count, COUNT_MAX);
   return GEMINI_OK;
 }
 
@@ -182,8 +182,8 @@ gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *their
   if (!(sgd.lr >= 0)) REFUSE("lr is %g, want at least 0", sgd.lr);
   if (!(sgd.momentum >= 0)) REFUSE("momentum is %g, want at least 0", sgd.momentum);
   if (!(sgd.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", sgd.weight_decay);
-  if (nesterov && sgd.momentum == 0) REFUSE("momentum is 0, NESTEROV wants one");
-  if (nesterov && sgd.dampening != 0) REFUSE("dampening is %g, NESTEROV wants 0", sgd.dampening);
+  if (nesterov && sgd.momentum == 0) REFUSE("momentum is 0, GEMINI_SGD_NESTEROV wants more than 0");
+  if (nesterov && sgd.dampening != 0) REFUSE("dampening is %g, GEMINI_SGD_NESTEROV wants 0", sgd.dampening);
   const char *failed = NULL;
   *k_out = (gmi_sgd_t){
     .grad_scale = rounded(sgd.grad_scale, "grad_scale", &failed),

@@ -79,8 +79,8 @@ static inline uint64_t gmi_dtype_bytes(uint32_t dtype) { return dtype == GEMINI_
 /* The PTX of kernels.cu, which the build embeds. */
 extern const char gmi_update_ptx[];
 
-/* For tests: looks up the CUDA driver's functions by this one instead of in libcuda.so.1; NULL: in libcuda.so.1 again.
- * Forgets all contexts; no other call may run. */
+/* For tests: the CUDA driver's functions are looked up by symbol() instead of in libcuda.so.1; NULL returns to
+ * libcuda.so.1. Forgets all contexts; no other call may run. */
 void gmi_update_cuda_replace(void *(*symbol)(const char *name));
 
 #endif

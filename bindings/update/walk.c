@@ -31,7 +31,7 @@ static bool may_lack(const gemini_update_walk_t *walk, int role) {
   return role == PARAM || (!walk->adamws && role >= MOMENTUM);
 }
 
-/* A rule of either table: adamw or sgd is set. With the dtypes that its arenas must have. */
+/* A rule of either table: adamw or sgd is set. The dtypes are those that its arenas must have. */
 typedef struct rule {
   const gemini_adamw_t *adamw;
   const gemini_sgd_t *sgd;
@@ -208,7 +208,7 @@ static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
   const gmi_arrays_t a = { .param = walk->param_index == GEMINI_INDEX_NONE ? NULL : &some };
   gmi_adamw_t adamw;
   gmi_sgd_t sgd = { .flags = 0 };
-  if (!walk->adamws == !walk->sgds) REFUSE("walk: want one of adamws and sgds, and the other NULL");
+  if (!walk->adamws == !walk->sgds) REFUSE("walk: want exactly one of adamws and sgds, and the other NULL");
   if (!walk->rule_count) REFUSE("walk: rule_count is 0");
   const rule_t first = rule_at(walk, 0);
   for (uint64_t i = 0; i < walk->rule_count; i++) {

@@ -1,14 +1,15 @@
 /* Writes the manager's state as text for people, in particular during a hang: gemini_manager_dump().
  * SPDX-License-Identifier: Apache-2.0
  *
- * The dump must not wait for the manager's lock. Statistics and streams are read from atomic words. Records of
- * chunks are read if the lock is free, or while its holder itself waits, when the records are consistent
- * (gmi_reading_begin() of core/watch.h); otherwise the dump says who is changing them. */
+ * The dump must not wait for the manager's lock. Statistics and streams are read from atomic words. Records of chunks
+ * are read if the lock is free, or while its holder itself waits, when the records are consistent (gmi_reading_begin()
+ * of core/watch.h); otherwise the dump names the function and the thread that is changing them. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/names.h"
 #include "chunk/arena.h"
 #include "core/manager.h"
 
@@ -47,11 +48,14 @@ static void write_acquired(gmi_manager_t *m, FILE *file) {
       more++;
       continue;
     }
-    fprintf(file, "acquired: tensor %s of arena %s, %" PRIu64 " times", gmi_tensor_base(m, t)->name,
-            gmi_arena_at(m, t->arena)->name, gmi_tensor_users(word));
+    fputs("acquired: tensor ", file);
+    gmi_name_print(file, gmi_tensor_base(m, t)->name);
+    fputs(" of arena ", file);
+    gmi_name_print(file, gmi_arena_at(m, t->arena)->name);
+    fprintf(file, ", %" PRIu64 " times", gmi_tensor_users(word));
     for (uint32_t mode = GEMINI_READ; mode <= GEMINI_READ_WRITE; mode++) {
       uint64_t users = (word & gmi_tensor_mode_mask(mode)) >> gmi_tensor_mode_shift(mode);
-      if (users) fprintf(file, ", %" PRIu64 " of them all of it on the device, %s", users, mode_name(mode));
+      if (users) fprintf(file, ", %" PRIu64 " of them as a whole on the device, %s", users, mode_name(mode));
     }
     fputc('\n', file);
   }
@@ -86,7 +90,9 @@ static void write_records(gmi_manager_t *m, FILE *file) {
       empty += gmi_chunk_has_only(c, GMI_VALID_ZERO);
     }
   }
-  fprintf(file, "operator: %s; %s iteration is open\n", op ? op : "none", m->bracket.iteration_open ? "an" : "no");
+  fputs("operator: ", file);
+  gmi_name_print(file, op ? op : "none");
+  fprintf(file, "; %s iteration is open\n", m->bracket.iteration_open ? "an" : "no");
   fprintf(file,
           "chunks: %" PRIu64 " on the device, of %" PRIu64 " of these the only copy; %" PRIu64 " on the host; %" PRIu64
           " in files; %" PRIu64 " without bytes; %" PRIu64 " acquired, or in use by the library\n",

@@ -18,6 +18,7 @@
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/graph.h"
+#include "chunk/group.h"
 #include "chunk/hook.h"
 #include "chunk/host.h"
 #include "chunk/nonmodel.h"
@@ -41,18 +42,17 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT);
   if (c->placement > GEMINI_PLACEMENT_STATIC)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, the last one is %d", c->placement,
-                    GEMINI_PLACEMENT_STATIC);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, must be 0 to %d", c->placement, GEMINI_PLACEMENT_STATIC);
   if (c->device > GEMINI_DEVICE_CUDA)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "device is %u, the last one is %d", c->device, GEMINI_DEVICE_CUDA);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device is %u, must be 0 to %d", c->device, GEMINI_DEVICE_CUDA);
   if (c->device_ordinal && c->device == GEMINI_DEVICE_SIMULATED)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device_ordinal is %u, the simulated device has only 0", c->device_ordinal);
   if (c->warmup_iterations > 1000)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "warmup_iterations is %u, at most 1000", c->warmup_iterations);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "warmup_iterations is %u, must be at most 1000", c->warmup_iterations);
   if (c->update_threads > 256)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "update_threads is %u, at most 256", c->update_threads);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "update_threads is %u, must be at most 256", c->update_threads);
   if (c->log_level > GEMINI_LOG_DEBUG)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "log_level is %u, at most %d", c->log_level, GEMINI_LOG_DEBUG);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "log_level is %u, must be at most %d", c->log_level, GEMINI_LOG_DEBUG);
   const uint64_t limit = UINT64_C(1) << 46;
   const struct {
     const char *name;
@@ -60,7 +60,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
   } sizes[] = { { "device_bytes", c->device_bytes }, { "host_bytes", c->host_bytes }, { "file_bytes", c->file_bytes } };
   for (int i = 0; i < 3; i++)
     if (sizes[i].value > limit)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, at most %llu", sizes[i].name,
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, must be at most %llu", sizes[i].name,
                       (unsigned long long)sizes[i].value, (unsigned long long)limit);
   if (!c->device_bytes) return gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes is 0, a device budget is required");
   if (c->device_margin_bytes >= c->device_bytes)
@@ -73,11 +73,11 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (status) return status;
   if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "watchdog_ns is %llu, but %s", (unsigned long long)c->watchdog_ns,
-                    c->log_fn ? "log_level leaves out warnings, with which it reports"
-                              : "log_fn, to which it reports, is NULL, and GEMINI_LOG is not set");
+                    c->log_fn ? "log_level leaves out warnings, which are what the watchdog sends"
+                              : "the watchdog has nothing to report to: log_fn is NULL, and GEMINI_LOG is not set");
   if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
   if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, the last one is %d", c->file_engine,
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, must be 0 to %d", c->file_engine,
                     GEMINI_FILE_ENGINE_THREADS);
   if (c->file_bytes && (!c->file_dir || !*c->file_dir))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
@@ -98,6 +98,7 @@ static void manager_free(gmi_manager_t *m) {
   gmi_files_close(m); /* before the workers close: transfers that end notify them */
   gmi_workers_close(m);
   if (m->device.self) gmi_streams_drain(m);
+  gmi_groups_close(m); /* no queued collective is left */
   gmi_timeline_close(m);
   if (m->device.self) {
     gmi_tracer_close(m);
@@ -112,7 +113,7 @@ static void manager_free(gmi_manager_t *m) {
     gmi_host_close(m);
     m->device.ops->close(m->device.self);
   }
-  for (gmi_leftover_t *l = m->leftovers, *next; l; l = next) {
+  for (gmi_leftover_t *l = m->device.leftovers, *next; l; l = next) {
     next = l->next;
     free(l);
   }
@@ -145,9 +146,10 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
-  m->trace.observer = &gmi_tracer_events;
+  m->trace.observer = &gmi_tracer_observer;
   m->trace.advice = &gmi_tracer_advice;
   m->hook.when_locked = gmi_hook_drain;
+  m->groups.failure = gmi_groups_failure;
   m->check.call = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;
@@ -190,13 +192,16 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, must be a power of two from %llu to 1 GiB",
                       (unsigned long long)c,
                       (unsigned long long)(m->device.granularity > 65536 ? m->device.granularity : 65536));
-  } else if (c && gmi_sizes_of(m, c).frame_bytes > config.device_bytes - config.device_margin_bytes) {
-    status =
-        gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, more than the device budget without its margin, %llu",
-                 (unsigned long long)c, (unsigned long long)(config.device_bytes - config.device_margin_bytes));
-  } else if (config.device_bytes - config.device_margin_bytes < 65536) {
-    status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, at least 65536",
-                      (unsigned long long)(config.device_bytes - config.device_margin_bytes));
+  } else {
+    const uint64_t usable = config.device_bytes - config.device_margin_bytes;
+    const uint64_t least = gmi_sizes_of(m, gmi_chunk_min(m)).frame_bytes; /* of c, if it is configured */
+    if (least > usable && c)
+      status =
+          gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, more than the device budget without its margin, %llu",
+                   (unsigned long long)c, (unsigned long long)usable);
+    else if (least > usable)
+      status = gmi_fail(GEMINI_ERR_INVALID, 0, "device_bytes without its margin is %llu, must be at least %llu",
+                        (unsigned long long)usable, (unsigned long long)least);
   }
   gmi_lock(m, "gemini_manager_open");
   if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_in(m)->stream);
@@ -210,17 +215,19 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_watchdog_start(m);
   gmi_unlock(m);
   if (status) {
+    gmi_failure_t first;
+    gmi_fail_keep(status, &first);
     manager_free(m);
-    return status;
+    return gmi_fail_again(&first);
   }
-  if (gmi_manager_enter(m)) {
+  bool full;
+  if (gmi_manager_enter(m, &full)) {
     *mgr_out = gmi_handle_of(m->identity.id);
     return GEMINI_OK;
   }
   manager_free(m);
-  return gmi_fail(GEMINI_ERR_INVALID, 0,
-                  "%u managers are open, which is the limit, or all handles for further managers have been used",
-                  gmi_managers_open());
+  return full ? gmi_fail(GEMINI_ERR_INVALID, 0, "%u managers are open, the limit is %u", GMI_MANAGERS, GMI_MANAGERS)
+              : gmi_fail(GEMINI_ERR_INVALID, 0, "this process has used all handles that managers can have");
 }
 
 gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out) {
@@ -229,7 +236,8 @@ gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manage
 
 /* Refuses to close a manager that is in use (GEMINI_ERR_BUSY); nothing has changed then. */
 static gemini_status_t close_check(gmi_manager_t *m) {
-  if (gmi_graphs_busy(m)) return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and has not ended, or is entered");
+  if (gmi_graphs_busy(m))
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "a graph was begun and not ended, or entered and not left");
   for (uint32_t i = 0; i < m->tensors.high; i++) {
     uint64_t users = gmi_tensor_users(atomic_load(&m->tensors.at[i].word));
     if (gmi_tensor_alive(&m->tensors.at[i]) && users)
@@ -263,14 +271,18 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   gmi_unlock(m);
   if (status) return status;
   gmi_updates_finish(m, "gemini_manager_close");
-  gemini_status_t timeline = m->trace.timeline ? gmi_timeline_finish(m) : GEMINI_OK;
+  gmi_failure_t first;
+  gmi_fail_keep(m->trace.timeline ? gmi_timeline_finish(m) : GEMINI_OK, &first);
   gmi_hook_close(m);
+  gmi_failure_t updates; /* the last try while the handle is valid, as callbacks may use it */
+  gmi_fail_keep(gmi_updates_finish(m, "gemini_manager_close"), &updates);
   gmi_manager_leave(m);
   status = m->failure.status;
-  if (status) gmi_fail(status, 0, "an earlier asynchronous failure: %s", m->failure.message);
-  else status = gmi_updates_finish(m, "gemini_manager_close"); /* reports a failure of an update that ended since */
+  if (status) gmi_fail(status, m->failure.native_code, "an earlier asynchronous failure: %s", m->failure.message);
+  else status = updates.status ? gmi_fail_again(&updates) : gmi_workers_failure(m); /* of an update that ended since */
+  if (status) gmi_fail_keep(status, &first); /* weighs more than a timeline that was not written */
   manager_free(m);
-  return status ? status : timeline;
+  return gmi_fail_again(&first);
 }
 
 gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_close(mgr)); }
@@ -280,7 +292,7 @@ gemini_status_t gemini_manager_close(gemini_manager_t mgr) { API_RETURN(manager_
  * changes; afterwards the number of frames does. */
 static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   uint64_t margin = m->config.device_margin_bytes;
-  uint64_t frame_bytes = gmi_frame_bytes(m) ? gmi_frame_bytes(m) : gmi_sizes_of(m, 65536).frame_bytes;
+  uint64_t frame_bytes = gmi_frame_bytes(m) ? gmi_frame_bytes(m) : gmi_sizes_of(m, gmi_chunk_min(m)).frame_bytes;
   if (bytes <= margin || bytes - margin < frame_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one chunk, %llu",
                     (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)frame_bytes);
@@ -293,7 +305,7 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   } else {
     uint64_t memory = bytes - bytes % m->device.granularity;
     status = gmi_device_resize(m, memory);
-    if (status) gmi_fail(status, 0, "device %s refused to change its memory", m->device.ops->name);
+    if (status) gmi_fail_device(status, "device %s refused to change its memory", m->device.ops->name);
   }
   if (status == GEMINI_ERR_OOM_DEVICE) gmi_fail_prefix("a device budget of %llu: ", (unsigned long long)bytes);
   if (status) return status;
@@ -302,20 +314,20 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   if (!status) return GEMINI_OK;
   /* No plan fits the new budget: restores the old budget and its plans. Restoring works, because it grows back what
    * was just freed, or gives up frames that are not used yet. */
-  char message[440];
-  int64_t code = gmi_fail_code();
-  snprintf(message, sizeof message, "%s", gmi_fail_message());
+  gmi_failure_t refused;
+  gmi_fail_keep(status, &refused);
   m->config.device_bytes = old;
   if (atomic_load(&m->cut.chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / frame_bytes)) == GEMINI_OK)
     (void)gmi_tracer_replan(m);
-  return gmi_fail(status, code, "%s", message);
+  return gmi_fail_again(&refused);
 }
 
 static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t bytes) {
   if (tier >= GEMINI_TIER_COUNT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", tier, GEMINI_TIER_FILE);
   if (bytes > (UINT64_C(1) << 46))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "budget is %llu, at most %llu", (unsigned long long)bytes, 1ull << 46);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "bytes is %llu, must be at most %llu", (unsigned long long)bytes,
+                    1ull << 46);
   gmi_lock(m, "gemini_budget_set");
   gemini_status_t status = GEMINI_OK;
   if (tier == GEMINI_TIER_DEVICE) {

@@ -23,7 +23,7 @@ void gmi_tier_stats_read(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *s
   s.used_bytes = tier == GEMINI_TIER_DEVICE ? atomic_load(&m->frames.used) * gmi_frame_bytes(m)
                  : tier == GEMINI_TIER_HOST ? atomic_load(&m->host.used)
                                             : atomic_load(&m->file.used);
-  /* A chunk may have come since the peak was read, or its peak not be noted. */
+  /* A chunk may have arrived since the peak was read, or the peak may not have been raised for it yet. */
   if (s.peak_bytes < s.used_bytes) s.peak_bytes = s.used_bytes;
   *stats_out = s;
 }
@@ -80,7 +80,7 @@ gemini_status_t gemini_stats(gemini_manager_t mgr, gemini_stats_t *stats_out) {
 static gemini_status_t tier_stats(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *stats_out) {
   gemini_tier_stats_t s;
   if (tier >= GEMINI_TIER_COUNT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_COUNT - 1);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", tier, GEMINI_TIER_COUNT - 1);
   bool locked = begin(m);
   gmi_tier_stats_read(m, tier, &s);
   end(m, locked);
@@ -103,7 +103,7 @@ static gemini_status_t link_stats(gmi_manager_t *m, uint32_t index, uint32_t rea
   gemini_link_stats_t s = GEMINI_LINK_STATS_INIT;
   if (index >= GMI_LINKS) return gmi_fail(GEMINI_ERR_INVALID, 0, "link is %u, there are %d", index, GMI_LINKS);
   if (reason >= GEMINI_REASON_COUNT && reason != GEMINI_REASON_ALL)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "reason is %u, the last one is %d", reason, GEMINI_REASON_COUNT - 1);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "reason is %u, must be 0 to %d", reason, GEMINI_REASON_COUNT - 1);
   bool locked = begin(m);
   const gmi_link_t *link = &m->links[index];
   s.reason = reason;

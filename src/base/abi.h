@@ -19,11 +19,15 @@ enum {
   GMI_V1_STATS = 152,
   GMI_V1_TIER_STATS = 32,
   GMI_V1_LINK_STATS = 48,
+  /* gemini/group.h */
+  GMI_V1_GROUP_CONFIG = 48,
+  GMI_V1_COMM = 72,
+  GMI_V1_GROUP_STATS = 56,
   /* gemini_update.h */
   GMI_V1_ADAMW = 72,
   GMI_V1_SGD = 64,
   GMI_V1_UPDATE_WALK = 552,
-  /* The largest size that a struct may ever have: what is larger was never set. */
+  /* The largest size that a struct may ever have. A larger struct_size was never initialised by the caller. */
   GMI_STRUCT_BYTES_MAX = 4096
 };
 

@@ -1,10 +1,10 @@
 /* The library's fork handlers: locks of static storage, and descriptors that a child must close.
  * SPDX-License-Identifier: Apache-2.0
  *
- * fork() runs prepare() on the forking thread: the watchers take their locks, then `held` and `lock` are taken. With
- * all of them held no other thread is in a critical section that the child would inherit half done. parent() releases
- * them in reverse order. child() initialises them anew instead: a recursive mutex compares its owner's thread id when
- * it is unlocked, and that id is another one in the child.
+ * fork() runs prepare() on the forking thread: the watchers take their locks, then `held` and `lock` are taken. While
+ * all of them are held, no other thread is inside a critical section, so the child inherits none half done. parent()
+ * releases them in reverse order. child() initialises them anew instead: a recursive mutex compares its owner's thread
+ * id when it is unlocked, and that id is another one in the child.
  *
  * Lock order: locks of watchers, held, lock. */
 #include "base/fork.h"
@@ -13,8 +13,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <unistd.h>
-
-#include "base/check.h"
 
 enum { WATCHERS = 8 };
 
@@ -62,8 +60,8 @@ void gmi_fork_watch(const gmi_fork_ops_t *ops) {
   pthread_mutex_lock(&lock);
   uint32_t i = 0;
   while (i < watcher_count && watchers[i] != ops) i++;
-  GMI_ASSERT(i < WATCHERS);
-  if (i == watcher_count && i < WATCHERS) {
+  if (i == WATCHERS) abort(); /* left out, it would let a child inherit a lock half taken: make WATCHERS larger */
+  if (i == watcher_count) {
     if (!i) pthread_atfork(prepare, parent, child);
     watchers[i] = ops;
     watcher_count++;

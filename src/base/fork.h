@@ -19,8 +19,8 @@ typedef struct gmi_fork_ops {
   void (*child)(void);
 } gmi_fork_ops_t;
 
-/* Registers a watcher, of which there can be eight. ops is in static storage; registering it again has no effect.
- * Threads: any. */
+/* Registers a watcher, of which there can be eight; a ninth one ends the process. ops is in static storage; registering
+ * it again has no effect. Threads: any. */
 void gmi_fork_watch(const gmi_fork_ops_t *ops);
 /* gmi_fork_close() adds a descriptor to those that a child closes, gmi_fork_close_not() removes it. Negative ones are
  * ignored. If there is no memory to record a descriptor, a child keeps it open. Threads: any. */

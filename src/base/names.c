@@ -11,6 +11,33 @@ void gmi_name_write(FILE *file, const char *name) {
   }
 }
 
+/* Writes the characters that stand for byte c. Returns how many. */
+static size_t escape(unsigned char c, char out[3]) {
+  static const char digits[] = "0123456789ABCDEF";
+  bool control = c < ' ' || c == 0x7f;
+  out[0] = control ? '%' : (char)c;
+  out[1] = digits[c >> 4];
+  out[2] = digits[c & 15];
+  return control ? 3 : 1;
+}
+void gmi_text_escape(char *text_out, size_t size, const char *text) {
+  size_t at = 0;
+  for (; *text; text++) {
+    char out[3];
+    size_t length = escape((unsigned char)*text, out);
+    if (at + length >= size) break;
+    memcpy(text_out + at, out, length);
+    at += length;
+  }
+  text_out[at] = 0;
+}
+void gmi_name_print(FILE *file, const char *name) {
+  for (; *name; name++) {
+    char out[3];
+    fwrite(out, 1, escape((unsigned char)*name, out), file);
+  }
+}
+
 bool gmi_name_read(const char *text, char *name_out, size_t size) {
   size_t n = 0;
   for (; *text; text++) {

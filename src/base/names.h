@@ -11,6 +11,11 @@
 #include <stdio.h>
 
 void gmi_name_write(FILE *file, const char *name);
+/* For texts that people read, messages and dumps: copies text with control characters as %XX, so that a name cannot
+ * begin a line of its own or steer a terminal. Other bytes, blanks and UTF-8 among them, stay. What does not fit into
+ * size bytes is left out. */
+void gmi_text_escape(char *text_out, size_t size, const char *text);
+void gmi_name_print(FILE *file, const char *name);
 /* Decodes a name. False: text is malformed or empty, or the name does not fit into size bytes. */
 bool gmi_name_read(const char *text, char *name_out, size_t size);
 

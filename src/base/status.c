@@ -3,6 +3,7 @@
  * The record is thread-local: no lock, and a thread sees only its own failures. It is never cleared by success. */
 #include "base/status.h"
 #include "base/abi.h"
+#include "base/names.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,11 +22,22 @@ gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char
   char message[sizeof last.message]; /* formatted aside: the recorded message may be one of the arguments */
   vsnprintf(message, sizeof message, format, args);
   va_end(args);
-  memcpy(last.message, message, sizeof message);
+  gmi_text_escape(last.message, sizeof last.message, message); /* names are any bytes */
   last.status = status;
   last.native_code = native_code;
   last.operation[0] = 0;
   return status;
+}
+
+gemini_status_t gmi_fail_device(gemini_status_t status, const char *format, ...) {
+  char message[sizeof last.message];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(message, sizeof message, format, args);
+  va_end(args);
+  if (status != GEMINI_ERR_DEVICE && status != GEMINI_ERR_STATE && status != GEMINI_ERR_OOM_SYSTEM)
+    return gmi_fail(status, 0, "%s", message);
+  return gmi_fail(status, last.native_code, "%s: %s", message, last.message);
 }
 
 void gmi_fail_prefix(const char *format, ...) {
@@ -36,13 +48,23 @@ void gmi_fail_prefix(const char *format, ...) {
   va_end(args);
   if (length < 0 || (size_t)length >= sizeof message) return;
   snprintf(message + length, sizeof message - (size_t)length, "%s", last.message);
-  memcpy(last.message, message, sizeof message);
+  gmi_text_escape(last.message, sizeof last.message, message);
 }
 
 void gmi_fail_operation(const char *operation) { snprintf(last.operation, sizeof last.operation, "%s", operation); }
 
 const char *gmi_fail_message(void) { return last.message; }
 int64_t gmi_fail_code(void) { return last.native_code; }
+
+void gmi_fail_keep(gemini_status_t status, gmi_failure_t *failure_out) {
+  failure_out->status = status;
+  failure_out->native_code = last.native_code;
+  memcpy(failure_out->message, last.message, sizeof last.message);
+}
+gemini_status_t gmi_fail_again(const gmi_failure_t *failure) {
+  if (!failure->status) return GEMINI_OK;
+  return gmi_fail(failure->status, failure->native_code, "%s", failure->message);
+}
 
 const char *gemini_status_string(gemini_status_t status) {
   switch (status) {
@@ -62,6 +84,7 @@ const char *gemini_status_string(gemini_status_t status) {
   case GEMINI_ERR_UNSUPPORTED: return "not supported here";
   case GEMINI_ERR_DEVICE: return "device error";
   case GEMINI_ERR_PENDING: return "accepted, and not done yet";
+  case GEMINI_ERR_PEER: return "another process of the group failed";
   default: return "unknown status";
   }
 }

@@ -8,9 +8,13 @@
 #include "gemini.h"
 
 /* Records status, native code and message for this thread and returns status. The internal function that detects a
- * failure calls it, as it knows the details; the public function adds its own name with API_RETURN. */
+ * failure calls gmi_fail(), as it knows the details; the public function adds its own name with API_RETURN. */
 gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+/* As gmi_fail(), for a device operation that returned status. Of GEMINI_ERR_DEVICE, GEMINI_ERR_STATE and
+ * GEMINI_ERR_OOM_SYSTEM, the device has recorded the cause: its message follows the formatted one, and its native code
+ * is kept. */
+gemini_status_t gmi_fail_device(gemini_status_t status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Prefixes the recorded message with context ("op h.3.fwd: "). */
 void gmi_fail_prefix(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Sets the recorded name of the public function. */
@@ -19,6 +23,16 @@ void gmi_fail_operation(const char *operation);
  * valid until this thread's next failure. */
 const char *gmi_fail_message(void);
 int64_t gmi_fail_code(void);
+
+/* A failure that was recorded, kept for a caller that cleans up first: what it calls meanwhile may record others. */
+typedef struct gmi_failure {
+  gemini_status_t status;
+  int64_t native_code;
+  char message[440];
+} gmi_failure_t;
+void gmi_fail_keep(gemini_status_t status, gmi_failure_t *failure_out); /* GEMINI_OK: keeps none */
+/* Records the failure again and returns its status; without one it does nothing and returns GEMINI_OK. */
+gemini_status_t gmi_fail_again(const gmi_failure_t *failure);
 
 static inline bool gmi_is_oom(gemini_status_t status) { /* a tier is full */
   return status == GEMINI_ERR_OOM_DEVICE || status == GEMINI_ERR_OOM_HOST || status == GEMINI_ERR_OOM_FILE;

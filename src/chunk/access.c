@@ -18,11 +18,13 @@
 
 #include "chunk/accesses.h"
 #include "chunk/arena.h"
+#include "chunk/content.h"
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/graph.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
@@ -40,16 +42,12 @@ static void count_hits(gmi_manager_t *m, uint64_t hits) {
   atomic_fetch_add_explicit(&m->stripes[my_stripe()].hits, hits, memory_order_relaxed);
 }
 
-/* Parameters and the gradients that reuse their bytes: do the bytes hold what this access names? FLIPS: no, but the
- * access overwrites the whole tensor, and the bytes then hold it. Relaxed: the flag changes under the lock, and a
+/* Do the bytes hold what the tensor is, a parameter or its gradient? Relaxed: the flag changes under the lock, and a
  * thread that relies on a write of another thread has synchronised with it. */
-enum { CONTENT_FINE, CONTENT_FLIPS, CONTENT_WRONG };
-static int content_check(gmi_manager_t *m, gmi_arena_t *a, gmi_tensor_t *t, uint32_t mode, bool whole) {
-  if (a->store == a->index && !a->reused) return CONTENT_FINE;
-  bool is_gradient = a->store != a->index;
+static inline bool holds_own(gmi_manager_t *m, const gmi_arena_t *a, gmi_tensor_t *t) {
+  if (a->store == a->index && !a->reused) return true;
   bool holds_gradient = atomic_load_explicit(&gmi_tensor_base(m, t)->word, memory_order_relaxed) & GMI_TENSOR_GRADIENT;
-  if (is_gradient == holds_gradient) return CONTENT_FINE;
-  return mode == GEMINI_WRITE && whole ? CONTENT_FLIPS : CONTENT_WRONG;
+  return holds_gradient == (a->store != a->index);
 }
 
 /* ---- a tensor's users
@@ -130,7 +128,7 @@ static inline void trace_tensor(gmi_manager_t *m, gmi_tensor_t *t, gmi_arena_t *
     if ((modes & mode) == mode) return;
     atomic_store_explicit(&t->seen, serial << 2 | modes | mode, memory_order_relaxed);
   }
-  m->trace.observer->touched(m, a->store, offset, size, mode);
+  m->trace.observer->touched(m, a->chunks ? a->index : a->store, offset, size, mode);
 }
 
 /* One access on the fast path. */
@@ -163,8 +161,7 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
   f->size = access->size_bytes;
   if (!f->size && !access->offset_bytes) f->size = t->size;
   bool fine = f->size && access->offset_bytes <= t->size && f->size <= t->size - access->offset_bytes &&
-              content_check(m, a, t, access->mode, false) == CONTENT_FINE &&
-              (alone || !(access->mode & GEMINI_WRITE) || (a->store == a->index && !a->reused));
+              holds_own(m, a, t) && (alone || !(access->mode & GEMINI_WRITE) || (a->store == a->index && !a->reused));
   bool whole = f->size == t->size;
   field_t field = whole ? field_whole(access->mode) : field_others();
   if (fine && field.mask != f->field.mask) {
@@ -173,7 +170,7 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
   }
   uint64_t i = 0;
   if (fine) {
-    f->store = a->store == a->index ? a : gmi_arena_at(m, a->store);
+    f->store = a->chunks ? a : gmi_arena_at(m, a->store); /* sharded gradients have chunks of their own */
     f->offset = t->offset + access->offset_bytes;
     i = f->first = f->offset >> m->cut.chunk_shift;
     f->last = (f->offset + f->size - 1) >> m->cut.chunk_shift;
@@ -231,22 +228,23 @@ static gemini_status_t access_check(const gemini_access_t *access) {
 }
 
 static void *range_pointer(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
-  if (access->tier == GEMINI_TIER_DEVICE) return r->store->base + r->offset;
-  return r->size ? gmi_range_host(m, r->store, r->offset) : NULL;
+  if (access->tier == GEMINI_TIER_DEVICE) return r->store->base + r->at;
+  return r->size ? gmi_range_host(m, r->store, r->at) : NULL;
 }
 
 /* Does the range overwrite the whole chunk, so that its old bytes need not be brought? */
 static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t chunk) {
   uint64_t begin = (uint64_t)chunk << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
-  return r->offset <= begin && r->offset + r->size >= end; /* also behind the arena's end: it may grow, into zeros */
+  return r->at <= begin && r->at + r->size >= end; /* also behind the arena's end: it may grow, into zeros */
 }
 
-/* ---- slow acquire, under the manager's lock, in steps: check the batch; hold every chunk, so that bringing one does
- * not evict another; place host ranges; bring the bytes; make the stream wait; commit. Every step before the commit can
- * fail and is undone. */
+/* ---- slow acquire, under the manager's lock, in steps: check the batch; queue the updates of its chunks, as it must
+ * see their results; hold every chunk, so that bringing one does not evict another; place host ranges; bring the bytes;
+ * make the stream wait; commit. Every step before the commit can fail and is undone. Queueing updates may run
+ * callbacks, which give the lock away; from the first hold on, the batch keeps the lock. */
 typedef struct {
   gmi_range_t range;
-  int content;   /* CONTENT_* */
+  gmi_content_t content;
   field_t field; /* the field of the tensor's word that counts it, if counted */
   bool counted, leased;
 } prepared_t;
@@ -258,7 +256,7 @@ static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *ac
   bool whole = is_whole(access, r->tensor, r->size);
   p->field = whole ? field_whole(access->mode) : field_others();
   if (r->tensor && !tensor_hold(r->tensor, p->field)) /* full: under the lock it is neither dead nor frozen */
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s has %llu unreleased acquires of this kind, the limit",
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s has %llu unreleased acquires of this kind, which is the limit",
                     gmi_range_name(m, r), (unsigned long long)(p->field.mask / p->field.unit));
   p->counted = r->tensor != NULL;
   gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
@@ -272,12 +270,12 @@ static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, con
   if (p->counted) tensor_unhold(p->range.tensor, p->field);
 }
 
-/* Updates of the chunk that were accepted but not queued yet come first: the acquire must see their results. */
 static gemini_status_t hold_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                   gmi_chunk_t *c) {
-  gemini_status_t status = gmi_updates_queue(m, c);
-  const char *why = status ? NULL : gmi_chunk_hold(m, c, access->tier, access->mode);
-  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, r), why) : status;
+  GMI_ASSERT(
+      !gmi_chunk_deferred(c)); /* queueing its updates here would give the lock away in the middle of the batch */
+  const char *why = gmi_chunk_hold(m, c, access->tier, access->mode);
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, r), why) : GEMINI_OK;
 }
 
 /* Brings one chunk's bytes to the access's tier. fresh: the access overwrites all of them, so none are copied, and the
@@ -332,6 +330,7 @@ static gemini_status_t wait_chunks(gmi_manager_t *m, const gemini_access_t *acce
         continue;
       }
       gmi_chunk_settle(m, c);
+      if (gmi_arena_is_sharded(r->store)) gmi_gathered_unsettle(m, c);
       gmi_fence_t fences[GMI_CHUNK_FENCES];
       uint32_t fence_count = gmi_chunk_fences(c, accesses[k].mode, fences);
       for (uint32_t n = 0; n < fence_count; n++) await(m, &waits, fences[n]);
@@ -373,11 +372,8 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
       gmi_chunk_host_wrote(m, c);
     }
   }
+  if (p->content == GMI_CONTENT_FLIPS) gmi_range_flip(m, r);
   if (r->tensor) {
-    gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
-    if (p->content == CONTENT_FLIPS && r->arena->store != r->arena->index)
-      atomic_fetch_or(&base->word, GMI_TENSOR_GRADIENT);
-    else if (p->content == CONTENT_FLIPS) atomic_fetch_and(&base->word, ~GMI_TENSOR_GRADIENT);
     if (device) trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
   } else if (device && atomic_load(&m->bracket.op_serial)) {
     m->trace.observer->touched(m, r->store->index, r->offset, r->size, access->mode);
@@ -434,18 +430,30 @@ static bool may_wait(const gemini_access_t *accesses, const prepared_t *p, uint6
   return may;
 }
 
-/* A parameter and the gradient that reuses its bytes cannot be written in one batch. Marks in the registered tensor's
- * word which of both the batch writes. Returns false if it is both. */
-static bool batch_mark(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
-  if (!r->tensor || !(access->mode & GEMINI_WRITE) || (r->arena->store == r->arena->index && !r->arena->reused))
-    return true;
-  uint64_t mine = r->arena->store != r->arena->index ? GMI_TENSOR_BATCH_GRADIENT : GMI_TENSOR_BATCH_PARAMETER;
+/* A parameter and the gradient that reuses its bytes cannot be written in one batch. Marks in the words of the
+ * registered tensors which of both the batch writes. Returns a tensor of which it writes both, or NULL. */
+typedef struct {
+  uint64_t mine;
+  const gmi_tensor_t *both;
+} mark_t;
+static void tensor_mark(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  mark_t *mark = user;
   uint64_t both = GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER;
-  return ((atomic_fetch_or(&gmi_tensor_base(m, r->tensor)->word, mine) | mine) & both) != both;
+  (void)m;
+  if (((atomic_fetch_or(&t->word, mark->mine) | mark->mine) & both) == both) mark->both = t;
+}
+static const gmi_tensor_t *batch_mark(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  if (!(access->mode & GEMINI_WRITE) || !gmi_range_shares(r)) return NULL;
+  mark_t mark = { r->arena->store != r->arena->index ? GMI_TENSOR_BATCH_GRADIENT : GMI_TENSOR_BATCH_PARAMETER, NULL };
+  gmi_range_each(m, r, tensor_mark, &mark);
+  return mark.both;
+}
+static void tensor_unmark(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  (void)m, (void)user;
+  atomic_fetch_and(&t->word, ~(GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER));
 }
 static void batch_unmark(gmi_manager_t *m, const gmi_range_t *r) {
-  if (r->tensor && (r->arena->store != r->arena->index || r->arena->reused))
-    atomic_fetch_and(&gmi_tensor_base(m, r->tensor)->word, ~(GMI_TENSOR_BATCH_GRADIENT | GMI_TENSOR_BATCH_PARAMETER));
+  if (gmi_range_shares(r)) gmi_range_each(m, r, tensor_unmark, NULL);
 }
 
 /* Bytes of the batch's chunks that have no frame, or no slot, in a tier. A chunk named by several accesses counts
@@ -482,47 +490,54 @@ static void batch_tell_lack(gmi_manager_t *m, const gemini_access_t *accesses, c
                     (unsigned long long)device);
 }
 
+/* Resolves the ranges of the batch, and checks that their bytes are what the accesses name. Changes nothing. */
+static gemini_status_t batch_check(gmi_manager_t *m, const gemini_access_t *accesses, prepared_t *p, uint64_t count) {
+  gemini_status_t status = GEMINI_OK;
+  uint64_t marked = 0;
+  for (uint64_t k = 0; !status && k < count; k++) {
+    status = access_check(&accesses[k]);
+    if (!status) status = gmi_range_resolve_any(m, &accesses[k], &p[k].range);
+    if (status) break;
+    gmi_range_t *r = &p[k].range;
+    marked = k + 1;
+    const gmi_tensor_t *both = batch_mark(m, &accesses[k], r);
+    if (both)
+      status = gmi_fail(GEMINI_ERR_STATE, 0, "one batch writes parameter %s and its gradient, which share their bytes",
+                        both->name);
+    if (status) break;
+    p[k].counted = p[k].leased = false;
+    p[k].content = gmi_range_content(m, r, accesses[k].mode == GEMINI_WRITE);
+    if (p[k].content == GMI_CONTENT_WRONG) status = GEMINI_ERR_STATE;
+    if (p[k].content == GMI_CONTENT_FLIPS) status = gmi_range_may_flip(m, r);
+  }
+  for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
+  for (uint64_t k = 0; !status && k < count; k++) status = gmi_range_place(m, &accesses[k], &p[k].range);
+  return status;
+}
+
 static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[GMI_SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
   /* An invalid batch must not choose the chunk size: gmi_cut() comes after all checks. */
   for (uint64_t k = 0; !status && k < count && !atomic_load(&m->cut.chunk_bytes); k++) {
     status = access_check(&accesses[k]);
-    if (!status) status = gmi_range_resolve(m, &accesses[k], &small[0].range);
+    if (!status) status = gmi_range_resolve_any(m, &accesses[k], &small[0].range);
   }
   if (!status) status = gmi_cut(m);
   if (status) return status;
   if (count > GMI_SMALL_BATCH && !(p = malloc(count * sizeof *p)))
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a batch of %llu accesses", (unsigned long long)count);
-  uint64_t marked = 0;
-  for (uint64_t k = 0; !status && k < count; k++) {
-    status = access_check(&accesses[k]);
-    if (!status) status = gmi_range_resolve(m, &accesses[k], &p[k].range);
-    if (status) break;
-    gmi_range_t *r = &p[k].range;
-    marked = k + 1;
-    if (!batch_mark(m, &accesses[k], r))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "one batch writes parameter %s and its gradient, which share their bytes",
-                        gmi_range_name(m, r));
-    if (status) break;
-    p[k].content = CONTENT_FINE;
-    p[k].counted = p[k].leased = false;
-    if (r->tensor) p[k].content = content_check(m, r->arena, r->tensor, accesses[k].mode, r->size == r->tensor->size);
-    if (p[k].content == CONTENT_WRONG)
-      status = r->arena->store == r->arena->index
-                   ? gmi_fail(GEMINI_ERR_STATE, 0,
-                              "parameter %s cannot be used: its gradient has taken its bytes until the parameter is "
-                              "written again",
-                              gmi_range_name(m, r))
-                   : gmi_fail(GEMINI_ERR_STATE, 0,
-                              "gradient of %s cannot be used: it has not been written whole since its parameter was",
-                              gmi_range_name(m, r));
-  }
-  for (uint64_t k = 0; k < marked; k++) batch_unmark(m, &p[k].range);
+  status = batch_check(m, accesses, p, count);
   gmi_pause_t pause = { 0 };
-  bool for_updates;
+  bool for_updates, queued = true;
   if (!status && may_wait(accesses, p, count, &for_updates))
     m->trace.observer->pause_begins(m, stream, for_updates, &pause);
+  while (!status && queued) {
+    queued = false;
+    for (uint64_t k = 0; !status && k < count; k++)
+      status = gmi_updates_queue_range(m, p[k].range.store, p[k].range.first, p[k].range.last, &queued);
+    if (!status && queued) status = batch_check(m, accesses, p, count); /* again, as callbacks ran without the lock */
+  }
   uint64_t held = 0, held_chunks = 0, touched = 0; /* accesses held; chunks held of the access that failed; both */
   for (; !status && held < count; held += !status) {
     gmi_range_t *r = &p[held].range;
@@ -554,11 +569,10 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
         gmi_chunk_unhold(m, c, accesses[k].tier, accesses[k].mode);
         /* A frame that was taken for a fresh write holds no bytes: it goes, and the first error stays. */
         if (gmi_chunk_frame(c) != GMI_NONE && !gmi_chunk_has(c, GMI_VALID_DEVICE) && !gmi_chunk_device_users(c)) {
-          char message[440];
-          int64_t native_code = gmi_fail_code();
-          memcpy(message, gmi_fail_message(), sizeof message);
+          gmi_failure_t first;
+          gmi_fail_keep(status, &first);
           gmi_chunk_evict(m, c, GEMINI_REASON_DEMAND);
-          gmi_fail(status, native_code, "%s", message);
+          (void)gmi_fail_again(&first);
         }
       }
     }
@@ -569,14 +583,19 @@ static gemini_status_t acquire_slow(gmi_manager_t *m, gemini_access_t *accesses,
 
 /* The fast path takes accesses from the front until one fails; the slow path takes the rest. The slow path never waits
  * for users of chunks to go, so holding the first part while it takes the lock cannot deadlock; it can only find these
- * chunks busy, as with those of any other caller. A batch larger than GMI_SMALL_BATCH is cut there to bound the
- * stack. */
-static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t s) {
+ * chunks busy, as with those of any other caller. A batch larger than GMI_SMALL_BATCH is cut there to bound the stack.
+ *
+ * Until this thread has the lock, another one may destroy the stream, and its index may get a new stream: the slow path
+ * resolves the handle again. The fast path need not. At worst it takes the new stream's fences for earlier work of its
+ * own stream and does not wait for them, but no work can be queued on that one any more. */
+static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream,
+                               uint32_t s) {
   gemini_status_t status = GEMINI_OK;
   if (gmi_graph_begun(m, s)) {
-    bool captures;
+    bool captures = false;
     gmi_lock(m, "gemini_acquire");
-    status = gmi_graph_captures(m, s, &captures);
+    status = gmi_stream_resolve(m, stream, &s);
+    if (!status) status = gmi_graph_captures(m, s, &captures);
     if (!status && captures) status = gmi_graph_acquire(m, accesses, count, s);
     gmi_unlock(m);
     if (status || captures) return status;
@@ -586,7 +605,8 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
   while (n < count && n < GMI_SMALL_BATCH && fast_hold(m, &accesses[n], s, count == 1, &fast[n])) n++;
   if (n < count) {
     gmi_lock(m, "gemini_acquire");
-    status = acquire_slow(m, accesses + n, count - n, s);
+    status = gmi_stream_resolve(m, stream, &s);
+    if (!status) status = acquire_slow(m, accesses + n, count - n, s);
     gmi_unlock(m);
   }
   for (uint64_t i = 0; i < n; i++) {
@@ -616,7 +636,7 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
     API_RETURN(acquire_copies(mgr, accesses, count, stream));
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  API_RETURN(status ? status : acquire(m, accesses, count, s));
+  API_RETURN(status ? status : acquire(m, accesses, count, stream, s));
 }
 
 /* ---- release, in two passes. In the first, each access claims one acquire; if one has none to claim, all claims are
@@ -644,11 +664,12 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
   gmi_lease_key_t key = lease_key(access, r->size);
   if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
   gmi_range_chunks(m, r);
+  gmi_range_placed(m, access, r);
   void *ptr = range_pointer(m, access, r);
   if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
   gmi_lease_unclaim(&m->leases, &key);
-  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, but it was acquired at %p", gmi_range_name(m, r), access->ptr,
-                  ptr);
+  return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, must be %p, which the acquire returned", gmi_range_name(m, r),
+                  access->ptr, ptr);
 }
 
 static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
@@ -701,7 +722,10 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
   }
   for (uint64_t k = 0; k < count; k++) {
     gmi_range_t *r = k < GMI_SMALL_BATCH ? &small[k] : &one;
-    if (k >= GMI_SMALL_BATCH && gmi_range_resolve(m, &accesses[k], r)) continue; /* never: the claim keeps the object */
+    if (k >= GMI_SMALL_BATCH) {
+      if (gmi_range_resolve_any(m, &accesses[k], r)) continue; /* never: the claim keeps the object */
+      gmi_range_placed(m, &accesses[k], r);
+    }
     gemini_status_t ended = end(m, &accesses[k], r, stream, locked, phase);
     if (ended) status = ended;
   }
@@ -710,7 +734,7 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
 
 /* Releases one whole tensor on the device, the frequent case, in one step instead of two passes. The tensor's user goes
  * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records:
- * who frees these excludes new users of the tensors first and checks the chunks second (arena.c, cut.c).
+ * the code that frees these excludes new users of the tensors first and checks the chunks second (arena.c, cut.c).
  * Returns false, with nothing changed, if it is another case or was not acquired. */
 static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
                           gemini_status_t *status_out) {
@@ -725,24 +749,31 @@ static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint3
   return true;
 }
 
-static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count, uint32_t stream) {
+/* A release without the lock may name the index of a stream that is destroyed meanwhile: see gmi_fence_reached() and
+ * gmi_chunk_use_full(). */
+static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count,
+                               gemini_stream_t stream, uint32_t s) {
   gemini_status_t status = GEMINI_OK;
-  if (gmi_graph_begun(m, stream)) {
-    bool captures;
+  if (gmi_graph_begun(m, s)) {
+    bool captures = false;
     gmi_lock(m, "gemini_release");
-    status = gmi_graph_captures(m, stream, &captures);
-    if (!status && captures) status = gmi_graph_release(m, accesses, count, stream);
+    status = gmi_stream_resolve(m, stream, &s);
+    if (!status) status = gmi_graph_captures(m, s, &captures);
+    if (!status && captures) status = gmi_graph_release(m, accesses, count, s);
     gmi_unlock(m);
     if (status || captures) return status;
   }
-  if (count == 1 && release_whole(m, accesses, stream, &status)) return status;
+  if (count == 1 && release_whole(m, accesses, s, &status)) return status;
   bool locked = false, host = false;
   for (uint64_t k = 0; k < count; k++) {
     host |= accesses[k].tier != GEMINI_TIER_DEVICE;
     locked |= host || gmi_object_id(&accesses[k]) >> 60 != GMI_HANDLE_TENSOR;
   }
-  if (locked) gmi_lock(m, "gemini_release");
-  status = release_batch(m, accesses, count, stream, locked);
+  if (locked) {
+    gmi_lock(m, "gemini_release");
+    status = gmi_stream_resolve(m, stream, &s);
+  }
+  if (!status) status = release_batch(m, accesses, count, s, locked);
   if (host) gmi_updates_room(m);
   if (locked) gmi_unlock(m);
   return status;
@@ -765,5 +796,5 @@ gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *acce
     API_RETURN(release_copies(mgr, accesses, count, stream));
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  API_RETURN(status ? status : release(m, accesses, count, s));
+  API_RETURN(status ? status : release(m, accesses, count, stream, s));
 }

@@ -37,7 +37,8 @@ gemini_status_t gmi_accesses_in(gmi_accesses_t *batch, const gemini_access_t *ac
   if (!accesses && count)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "accesses is NULL but count is %llu", (unsigned long long)count);
   if (count > GMI_BATCH_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, at most %d", (unsigned long long)count, GMI_BATCH_LIMIT);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "count is %llu, must be at most %d", (unsigned long long)count,
+                    GMI_BATCH_LIMIT);
   if (gmi_accesses_are_ours(accesses, count)) return GEMINI_OK;
   gemini_access_t *copies = count > GMI_SMALL_BATCH ? malloc(count * sizeof *copies) : batch->small;
   if (!copies)

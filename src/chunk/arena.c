@@ -1,4 +1,4 @@
-/* Arenas and tensors: registration, layout, lookup. SPDX-License-Identifier: Apache-2.0
+/* Arenas: layout, chunk records, ranges. SPDX-License-Identifier: Apache-2.0
  *
  * An arena reserves device addresses for its whole capacity when it is created, so that it can grow while tensors keep
  * their addresses. Tensors lie in it one after another; an arena that follows another (like, reuse) has the same
@@ -14,6 +14,7 @@
 
 #include "base/abi.h"
 #include "base/check.h"
+#include "base/dtype.h"
 #include "base/names.h"
 #include "base/space.h"
 #include "chunk/accesses.h"
@@ -23,11 +24,12 @@
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/workers.h"
 
-enum { ELEMENT_ALIGN = 256, NAME_LIMIT = 127 };
+enum { ELEMENT_ALIGN = 256 };
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
 gmi_arena_t *gmi_arena_get(gmi_manager_t *m, gemini_arena_t handle) {
@@ -44,6 +46,14 @@ static gmi_arena_t *arena_named(gmi_manager_t *m, const char *name) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && !strcmp(a->name, name)) return a;
+  }
+  return NULL;
+}
+
+gmi_arena_t *gmi_arena_reuser(gmi_manager_t *m, const gmi_arena_t *params) {
+  for (uint32_t i = 0; params->reused && i < GMI_ARENAS; i++) {
+    gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && a->store == params->index && a != params) return a;
   }
   return NULL;
 }
@@ -68,21 +78,10 @@ const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[G
   const gmi_arena_t *a = arena_named(m, name);
   if (!a || a->kind != n[1] || a->element_bytes != n[2] || atomic_load(&a->size) != size ||
       (a->store == a->index) != (n[4] == n[0]))
-    return "no arena here has this name, kind, element size and size";
+    return "this manager has no arena of this name, kind, element size and size";
   for (uint32_t i = 0; i < GMI_ARENAS; i++)
     if (i == n[0] ? arena_of[i] != GMI_NONE : arena_of[i] == a->index) return "an arena is named twice";
   arena_of[n[0]] = a->index;
-  return NULL;
-}
-
-/* The acquire load of life pairs with the store in tensor_new(): the record's other fields are visible. */
-gmi_tensor_t *gmi_tensor_get(gmi_manager_t *m, gemini_tensor_t handle) {
-  uint32_t index;
-  uint64_t generation;
-  if (!gmi_handle_open(m, handle, GMI_HANDLE_TENSOR, &index, &generation)) return NULL;
-  if (generation && atomic_load_explicit(&m->tensors.at[index].life, memory_order_acquire) == generation)
-    return &m->tensors.at[index];
-  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is an unregistered tensor", (unsigned long long)handle);
   return NULL;
 }
 
@@ -98,7 +97,7 @@ uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c) {
 gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
-  if (!chunk_bytes || store->store != store->index) return GEMINI_OK;
+  if (!chunk_bytes || !gmi_arena_has_chunks(store)) return GEMINI_OK;
   if (!store->chunks) {
     uint64_t bytes = (store->capacity >> m->cut.chunk_shift) * sizeof(gmi_chunk_t);
     store->chunks = gmi_space(bytes);
@@ -107,14 +106,23 @@ gemini_status_t gmi_arena_grow(gmi_manager_t *m, gmi_arena_t *store) {
                       (unsigned long long)(store->capacity >> m->cut.chunk_shift), store->name);
     store->chunk_map_bytes = bytes;
   }
+  const bool gathered = gmi_arena_is_sharded(store) && !gmi_arena_is_gradients(store); /* those begin as zeros */
   uint32_t count = atomic_load(&store->chunk_count);
   uint32_t want = (uint32_t)((atomic_load(&store->size) + chunk_bytes - 1) >> m->cut.chunk_shift);
-  for (uint32_t i = count; i < want; i++) gmi_chunk_init(&store->chunks[i], store->index, i);
+  for (uint32_t i = count; i < want; i++) gmi_chunk_init(&store->chunks[i], store->index, i, gathered);
   if (want > count) {
     m->cut.chunk_count += want - count;
     atomic_store_explicit(&store->chunk_count, want, memory_order_release); /* after the records: see fast_chunks() */
   }
   return GEMINI_OK;
+}
+
+/* Makes the chunk records of a sharded arena and of its slices. */
+static gemini_status_t slices_grow(gmi_manager_t *m, gmi_arena_t *a) {
+  uint64_t chunk_bytes = atomic_load(&m->cut.chunk_bytes);
+  gemini_status_t status = chunk_bytes ? gmi_slices_resize(m, chunk_bytes) : GEMINI_OK;
+  if (!status) status = gmi_arena_grow(m, a);
+  return status ? status : gmi_arena_grow(m, gmi_arena_slices(m, a));
 }
 
 gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
@@ -131,19 +139,20 @@ gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access,
     start = r.tensor->offset;
     limit = r.tensor->size;
   }
-  r.store = gmi_arena_at(m, r.arena->store);
+  r.store = gmi_arena_is_sharded(r.arena) ? r.arena : gmi_arena_at(m, r.arena->store);
   uint64_t size = access->size_bytes;
   const char *name = r.tensor ? gmi_tensor_base(m, r.tensor)->name : r.arena->name;
   if (!size && access->offset_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0,
-                    "range %llu + 0 bytes of %s of %llu bytes: a size of 0 names the whole object, from offset 0 on",
+                    "size_bytes is 0 with offset_bytes %llu of %s, which has %llu bytes: size 0 means the "
+                    "whole object and needs offset 0",
                     (unsigned long long)access->offset_bytes, name, (unsigned long long)limit);
   if (!size) size = limit;
   if (access->offset_bytes > limit || size > limit - access->offset_bytes || (!size && r.tensor))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is not inside %s of %llu bytes",
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "offset_bytes %llu + size_bytes %llu is not inside %s of %llu bytes",
                     (unsigned long long)access->offset_bytes, (unsigned long long)size, name,
                     (unsigned long long)limit);
-  r.offset = start + access->offset_bytes;
+  r.offset = r.at = start + access->offset_bytes;
   r.size = size;
   r.first = 1;
   *range_out = r;
@@ -152,21 +161,35 @@ gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access,
 
 void gmi_range_chunks(gmi_manager_t *m, gmi_range_t *range) {
   if (!range->size || !atomic_load(&m->cut.chunk_bytes)) return;
-  range->first = (uint32_t)(range->offset >> m->cut.chunk_shift);
-  range->last = (uint32_t)((range->offset + range->size - 1) >> m->cut.chunk_shift);
+  range->first = (uint32_t)(range->at >> m->cut.chunk_shift);
+  range->last = (uint32_t)((range->at + range->size - 1) >> m->cut.chunk_shift);
 }
 
-gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+gemini_status_t gmi_range_resolve_any(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gemini_status_t status = gmi_range_bytes(m, access, range_out);
   if (!status) gmi_range_chunks(m, range_out);
   return status;
 }
+gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  gmi_range_t r;
+  gemini_status_t status = gmi_range_resolve_any(m, access, &r);
+  if (status) return status;
+  if (gmi_arena_is_sharded(r.arena))
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded over a group, which this call does not support yet",
+                    r.arena->name);
+  *range_out = r;
+  return GEMINI_OK;
+}
 
-gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+gemini_status_t gmi_range_ready_any(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   bool cut = atomic_load(&m->cut.chunk_bytes);
-  gemini_status_t status = gmi_range_resolve(m, access, range_out);
+  gemini_status_t status = gmi_range_resolve_any(m, access, range_out);
   if (!status && !cut) status = gmi_cut(m);
-  return status || cut ? status : gmi_range_resolve(m, access, range_out);
+  return status || cut ? status : gmi_range_resolve_any(m, access, range_out);
+}
+gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
+  gemini_status_t status = gmi_range_resolve(m, access, range_out);
+  return status ? status : gmi_range_ready_any(m, access, range_out);
 }
 
 /* ---- arenas */
@@ -175,7 +198,7 @@ gemini_status_t gmi_range_ready(gmi_manager_t *m, const gemini_access_t *access,
 static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, gmi_arena_t **like,
                                    gmi_arena_t **reuse) {
   if (c->kind > GEMINI_KIND_OTHER)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, the last one is %d", c->kind, GEMINI_KIND_OTHER);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, must be 0 to %d", c->kind, GEMINI_KIND_OTHER);
   if (!c->element_bytes) c->element_bytes = 1;
   if (c->element_bytes > 16 || (c->element_bytes & (c->element_bytes - 1)))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "element_bytes is %u, must be 1, 2, 4, 8 or 16", c->element_bytes);
@@ -183,7 +206,7 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
   if (c->name && (!*c->name || strnlen(c->name, 64) > 63))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an arena's name must have 1 to 63 bytes");
   if (c->capacity_bytes > (UINT64_C(1) << 45))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "capacity_bytes is %llu, at most %llu",
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "capacity_bytes is %llu, must be at most %llu",
                     (unsigned long long)c->capacity_bytes, 1ull << 45);
   *like = *reuse = NULL;
   if (c->like && !(*like = gmi_arena_get(m, c->like))) return GEMINI_ERR_HANDLE;
@@ -204,8 +227,61 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
   return GEMINI_OK;
 }
 
+/* Checks what the configuration says of a group. *group_out: index of the group that the arena is sharded over, which
+ * an arena that follows another shares with it; GMI_NONE: it is not sharded. */
+static gemini_status_t group_check(gmi_manager_t *m, const gemini_arena_config_t *c, const gmi_arena_t *base,
+                                   const gmi_arena_t *reuse, uint32_t *group_out) {
+  const gmi_group_t *g = NULL;
+  if (c->group && !(g = gmi_group_get(m, c->group))) return GEMINI_ERR_HANDLE;
+  if (c->zero_stage > GEMINI_ZERO_PARAMS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "zero_stage is %u, must be 0 to %d", c->zero_stage, GEMINI_ZERO_PARAMS);
+  if (!g && !(base && gmi_arena_is_sharded(base))) {
+    if (c->zero_stage) return gmi_fail(GEMINI_ERR_INVALID, 0, "zero_stage is %u without a group", c->zero_stage);
+    if (c->dtype) return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, but the arena is not sharded", c->dtype);
+    *group_out = GMI_NONE;
+    return GEMINI_OK;
+  }
+  if (base) {
+    if (c->group || c->zero_stage)
+      return gmi_fail(GEMINI_ERR_INVALID, 0,
+                      "group and zero_stage are those of arena %s, which this one follows: leave "
+                      "them 0",
+                      base->name);
+    const bool gradients = c->kind == GEMINI_KIND_GRAD;
+    if (gradients && c->element_bytes != base->element_bytes) /* their slices have the same bytes of a chunk */
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "element_bytes is %u, but gradients of arena %s, which is sharded, must have its %u",
+                      c->element_bytes, base->name, base->element_bytes);
+    if (gradients && !reuse && !m->device.ops->queue.run)
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "device %s cannot add gradients to earlier ones: name arena %s in reuse", m->device.ops->name,
+                      base->name);
+    if (gradients && (c->dtype > GEMINI_DTYPE_F64 || gmi_dtype_bytes(c->dtype) != c->element_bytes))
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, which is no type of %u bytes (element_bytes)", c->dtype,
+                      c->element_bytes);
+    if (reuse && base->shard.taken)
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "arena %s is sharded over a group and has bytes of no tensor (gemini_arena_take()), which "
+                      "gradients must not reuse",
+                      base->name);
+    *group_out = base->shard.group;
+    return GEMINI_OK;
+  }
+  if (c->kind != GEMINI_KIND_PARAM)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u: group belongs to an arena of parameters", c->kind);
+  if (c->dtype) return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u: it belongs to the arena of gradients", c->dtype);
+  uint64_t chunk = atomic_load(&m->cut.chunk_bytes) ? atomic_load(&m->cut.chunk_bytes) : m->config.chunk_bytes;
+  if (chunk && !gmi_slicing_of(chunk, c->element_bytes, 0, g->gather.ranks).slice)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "chunks of %llu bytes are too small for slices of %u ranks",
+                    (unsigned long long)chunk, g->gather.ranks);
+  if (m->file.checkpoint_name)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "a manager with checkpoint_name cannot have sharded arenas yet");
+  *group_out = g->index;
+  return GEMINI_OK;
+}
+
 static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
-  if (a->store == a->index) {
+  if (gmi_arena_has_chunks(a)) {
     if (a->base) m->device.ops->memory.unreserve(m->device.self, a->base, a->capacity);
     for (uint32_t i = 0; m->file.dir && a->chunks && i < atomic_load(&a->chunk_count); i++)
       gmi_file_forgive(&a->chunks[i]);
@@ -217,68 +293,152 @@ static void arena_free(gmi_manager_t *m, gmi_arena_t *a) {
   free(a);
 }
 
-static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_t *theirs, gemini_arena_t *arena_out) {
-  static const char *const kinds[] = { "param", "grad", "master", "momentum", "variance", "other" };
-  if (!arena_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_out is NULL");
-  gemini_arena_config_t c;
-  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, GMI_V1_ARENA_CONFIG, "config");
-  if (status) return status;
-  gmi_arena_t *like = NULL, *reuse = NULL;
-  status = arena_check(m, &c, &like, &reuse);
-  if (status) return status;
-  char name[sizeof like->name];
-  snprintf(name, sizeof name, "%s", c.name ? c.name : kinds[c.kind]);
-  if (c.name && arena_named(m, name)) return gmi_fail(GEMINI_ERR_EXISTS, 0, "an arena named %s exists", name);
-  for (uint32_t number = 2; arena_named(m, name); number++) snprintf(name, sizeof name, "%s.%u", kinds[c.kind], number);
-  uint32_t index = 0;
-  while (index < GMI_ARENAS && gmi_arena_at(m, index)) index++;
-  if (index == GMI_ARENAS)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u arenas exist, the limit is %u", GMI_ARENAS, GMI_ARENAS);
+static void arena_remove(gmi_manager_t *m, gmi_arena_t *a);
+/* What an arena is made from: a checked configuration with its handles resolved. */
+typedef struct {
+  const gemini_arena_config_t *c;
+  char name[GMI_ARENA_NAME];
+  uint64_t capacity; /* bytes, as asked for */
+  gmi_arena_t *like, *reuse;
+  bool no_addresses;  /* a sharded arena of states: nothing of it comes to the device */
+  bool own_addresses; /* sharded gradients: on the device they lie beside their parameters */
+} order_t;
+static gmi_arena_t *followed(const order_t *o) { return o->reuse ? o->reuse : o->like; }
+
+/* Makes an arena that nothing knows yet. */
+static gemini_status_t arena_new(gmi_manager_t *m, const order_t *o, uint32_t index, gmi_arena_t **arena_out) {
   gmi_arena_t *a = calloc(1, sizeof *a);
   if (!a) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an arena's record");
-  memcpy(a->name, name, sizeof a->name);
+  memcpy(a->name, o->name, sizeof a->name);
   a->index = a->like = a->store = index;
-  a->kind = c.kind;
-  a->element_bytes = c.element_bytes;
-  gmi_arena_t *base = reuse ? reuse : like;
-  uint64_t total = m->config.device_bytes + m->config.host_bytes + m->config.file_bytes;
-  uint64_t capacity = c.capacity_bytes;
-  if (!capacity) capacity = base ? base->capacity_asked / base->element_bytes * a->element_bytes : total;
-  a->capacity_asked = capacity - capacity % a->element_bytes;
-  a->capacity = round_up(capacity, m->config.chunk_bytes > GMI_CHUNK_MAX ? m->config.chunk_bytes : GMI_CHUNK_MAX);
+  a->shard.slices = a->shard.whole = GMI_NONE;
+  a->kind = o->c->kind;
+  a->element_bytes = o->c->element_bytes;
+  const gmi_arena_t *base = followed(o);
+  a->capacity_asked = o->capacity - o->capacity % a->element_bytes;
+  a->capacity = round_up(o->capacity, m->config.chunk_bytes > GMI_CHUNK_MAX ? m->config.chunk_bytes : GMI_CHUNK_MAX);
   if (base) {
     a->like = base->index;
     atomic_store(&a->size, atomic_load(&base->size) / base->element_bytes * a->element_bytes);
     if (atomic_load(&a->size) > a->capacity_asked) {
       free(a);
       return gmi_fail(GEMINI_ERR_INVALID, 0, "capacity_bytes is %llu, but arena %s has %llu elements already",
-                      (unsigned long long)capacity, base->name,
+                      (unsigned long long)o->capacity, base->name,
                       (unsigned long long)(atomic_load(&base->size) / base->element_bytes));
     }
   }
-  if (reuse) {
-    a->store = reuse->index;
-    a->base = reuse->base;
-  } else {
+  if (o->reuse) a->store = o->reuse->index;
+  if (o->reuse && !o->own_addresses) {
+    a->base = o->reuse->base;
+  } else if (!o->no_addresses) {
     void *address = NULL;
-    status = m->device.ops->memory.reserve(m->device.self, a->capacity, &address);
+    gemini_status_t status = m->device.ops->memory.reserve(m->device.self, a->capacity, &address);
     a->base = status ? NULL : address;
     if (status) {
       arena_free(m, a);
       return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address range of %llu bytes for arena %s",
-                      (unsigned long long)capacity, name);
+                      (unsigned long long)o->capacity, o->name);
     }
-    status = gmi_arena_grow(m, a);
+  }
+  *arena_out = a;
+  return GEMINI_OK;
+}
+
+/* Makes the arena known. */
+static void arena_enter(gmi_manager_t *m, const order_t *o, gmi_arena_t *a) {
+  gmi_arena_t *base = followed(o);
+  if (base) base->followers++;
+  if (o->reuse) o->reuse->reused = true;
+  else if (!gmi_arena_is_sharded(a)) m->stats.model_bytes += atomic_load(&a->size);
+  a->generation = ++m->arenas.generations[a->index];
+  atomic_store_explicit(&m->arenas.at[a->index], a, memory_order_release);
+}
+
+static uint32_t index_free(gmi_manager_t *m, uint32_t from) {
+  while (from < GMI_ARENAS && gmi_arena_at(m, from)) from++;
+  return from;
+}
+
+/* Makes the arena of slices behind a sharded arena. */
+static gemini_status_t slices_new(gmi_manager_t *m, const order_t *o, gmi_arena_t *whole, uint32_t group,
+                                  order_t *order_out, gmi_arena_t **slices_out) {
+  const gmi_arena_t *base = followed(o);
+  order_t slices = *o;
+  gmi_arena_t *a;
+  /* equal slices of a short last chunk can be longer together than what they are slices of */
+  slices.capacity = whole->capacity + GMI_CHUNK_MAX;
+  slices.like = base ? gmi_arena_slices(m, base) : NULL;
+  slices.reuse = o->reuse ? slices.like : NULL;
+  slices.no_addresses = slices.own_addresses = false;
+  int length = snprintf(slices.name, sizeof slices.name, "%.*s", GMI_ARENA_NAME - (int)sizeof " slices", o->name);
+  snprintf(slices.name + length, sizeof slices.name - (size_t)length, " slices");
+  uint32_t index = index_free(m, whole->index + 1);
+  if (index == GMI_ARENAS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u arenas exist, the limit is %u; a sharded arena counts twice",
+                    GMI_ARENAS - 1, GMI_ARENAS);
+  if (arena_named(m, slices.name))
+    return gmi_fail(GEMINI_ERR_EXISTS, 0, "an arena named %s exists: arena %s keeps its slices under this name",
+                    slices.name, whole->name);
+  gemini_status_t status = arena_new(m, &slices, index, &a);
+  if (status) return status;
+  whole->shard.slices = index;
+  a->shard.whole = whole->index;
+  whole->shard.group = a->shard.group = group;
+  *order_out = slices;
+  *slices_out = a;
+  return GEMINI_OK;
+}
+
+static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_t *theirs, gemini_arena_t *arena_out) {
+  static const char *const kinds[] = { "param", "grad", "master", "momentum", "variance", "other" };
+  if (!arena_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_out is NULL");
+  gemini_arena_config_t c;
+  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, GMI_V1_ARENA_CONFIG, "config");
+  if (status) return status;
+  order_t order = { .c = &c }, slices_order;
+  uint32_t group = GMI_NONE;
+  status = arena_check(m, &c, &order.like, &order.reuse);
+  if (!status) status = group_check(m, &c, followed(&order), order.reuse, &group);
+  if (status) return status;
+  snprintf(order.name, sizeof order.name, "%s", c.name ? c.name : kinds[c.kind]);
+  if (c.name && arena_named(m, order.name))
+    return gmi_fail(GEMINI_ERR_EXISTS, 0, "an arena named %s exists", order.name);
+  for (uint32_t number = 2; arena_named(m, order.name); number++)
+    snprintf(order.name, sizeof order.name, "%s.%u", kinds[c.kind], number);
+  uint32_t index = index_free(m, 0);
+  if (index == GMI_ARENAS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u arenas exist, the limit is %u", GMI_ARENAS, GMI_ARENAS);
+  const gmi_arena_t *base = followed(&order);
+  order.capacity = c.capacity_bytes;
+  if (!order.capacity)
+    order.capacity = base ? base->capacity_asked / base->element_bytes * c.element_bytes
+                          : m->config.device_bytes + m->config.host_bytes + m->config.file_bytes;
+  order.no_addresses = group != GMI_NONE && base && c.kind != GEMINI_KIND_GRAD;
+  order.own_addresses = group != GMI_NONE;
+  gmi_arena_t *a, *slices = NULL;
+  status = arena_new(m, &order, index, &a);
+  if (status) return status;
+  if (group != GMI_NONE) {
+    status = slices_new(m, &order, a, group, &slices_order, &slices);
+    const gmi_arena_t *root = base ? base : a;
+    a->shard.stage = base ? root->shard.stage : c.zero_stage ? c.zero_stage : (uint32_t)GEMINI_ZERO_PARAMS;
+  }
+  if (!status && !gmi_arena_is_sharded(a)) status = gmi_arena_grow(m, a);
+  if (status) {
+    arena_free(m, a);
+    return status;
+  }
+  arena_enter(m, &order, a);
+  if (slices) {
+    arena_enter(m, &slices_order, slices);
+    gmi_group_at(m, group)->arenas++;
+    a->shard.dtype = c.dtype;
+    status = slices_grow(m, a);
     if (status) {
-      arena_free(m, a);
+      arena_remove(m, a);
       return status;
     }
   }
-  if (base) base->followers++;
-  if (reuse) reuse->reused = true;
-  else m->stats.model_bytes += atomic_load(&a->size);
-  a->generation = ++m->arenas.generations[index];
-  atomic_store_explicit(&m->arenas.at[index], a, memory_order_release);
   m->trace.observer->arenas_change(m);
   *arena_out = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, index);
   return GEMINI_OK;
@@ -288,62 +448,34 @@ gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_con
   API_LOCKED(arena_create(m, config, arena_out));
 }
 
-static void name_remove(gmi_manager_t *m, uint32_t index);
-static void tensor_drop(gmi_manager_t *m, uint32_t index) {
-  gmi_tensor_t *t = &m->tensors.at[index];
-  if (t->base == index) name_remove(m, index);
-  free(t->name);
-  atomic_store_explicit(&t->life, 0, memory_order_release);
-  t->name = NULL;
-  m->tensors.alive--;
-  if (t->generation == GMI_TENSOR_GENERATIONS) return; /* its handles are used up */
-  t->hash_next = m->tensors.free;
-  m->tensors.free = index;
-}
-
-static void counterpart_unlink(gmi_manager_t *m, uint32_t index) {
-  gmi_tensor_t *t = &m->tensors.at[index];
-  for (uint32_t *link = &m->tensors.at[t->base].next; *link != GMI_NONE; link = &m->tensors.at[*link].next) {
-    if (*link == index) {
-      *link = t->next;
-      return;
-    }
-  }
-}
-
-/* Marks a tensor DEAD: acquires fail from now on. Returns false if it has users. One compare-and-swap checks and marks,
- * so it cannot miss an acquire, which adds its user in the same word; seeing the word without users makes all that
- * their releases did visible. */
-static bool tensor_kill(gmi_tensor_t *t) {
-  uint64_t word = atomic_load(&t->word);
-  do {
-    if (word & GMI_TENSOR_USERS) return false;
-  } while (!atomic_compare_exchange_weak(&t->word, &word, word | GMI_TENSOR_DEAD));
-  return true;
-}
-static void tensor_revive(gmi_tensor_t *t) { atomic_fetch_and(&t->word, ~GMI_TENSOR_DEAD); }
-
-/* Marks all tensors of an arena, or none. */
-static gemini_status_t tensors_kill(gmi_manager_t *m, gmi_arena_t *a) {
-  for (uint32_t i = 0; i < a->tensor_count; i++) {
-    gmi_tensor_t *t = &m->tensors.at[a->order[i]];
-    if (tensor_kill(t)) continue;
-    while (i-- > 0) tensor_revive(&m->tensors.at[a->order[i]]);
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s is acquired", gmi_tensor_base(m, t)->name);
-  }
-  return GEMINI_OK;
-}
-
 /* Fails with BUSY if something uses the chunks of an arena. */
 static gemini_status_t chunks_unused(const gmi_arena_t *a, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) {
     const gmi_chunk_t *c = &a->chunks[i];
-    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c))
+    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_loading(c) || gmi_chunk_is_pinned(c))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
     if (gmi_chunk_in_graphs(c))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "arena %s is used in a graph: destroy the graph first", a->name);
   }
   return GEMINI_OK;
+}
+
+/* Forgets the arena's bytes and tensors, frees it, and with it its slices. Nothing uses it. */
+static void arena_remove(gmi_manager_t *m, gmi_arena_t *a) {
+  gmi_arena_t *slices = gmi_arena_is_sharded(a) ? gmi_arena_slices(m, a) : NULL, *base = gmi_arena_at(m, a->like);
+  uint32_t count = gmi_arena_has_chunks(a) ? atomic_load(&a->chunk_count) : 0;
+  for (uint32_t i = 0; i < count; i++) gmi_chunk_forget(m, &a->chunks[i]);
+  gmi_host_forget(m);
+  if (gmi_arena_has_chunks(a)) gmi_arena_unmap(m, a);
+  gmi_tensors_drop(m, a);
+  m->cut.chunk_count -= count;
+  if (base != a) base->followers--;
+  if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
+  else if (!slices) m->stats.model_bytes -= atomic_load(&a->size);
+  if (slices) gmi_group_at(m, a->shard.group)->arenas--;
+  atomic_store_explicit(&m->arenas.at[a->index], NULL, memory_order_release);
+  arena_free(m, a);
+  if (slices) arena_remove(m, slices);
 }
 
 static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
@@ -357,31 +489,19 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
   gemini_status_t status = gmi_updates_queue(m, NULL); /* no piece that is left may name the arena */
   if (status) return status;
   gmi_workers_drain(m, NULL);
-  uint32_t count = a->store == a->index ? atomic_load(&a->chunk_count) : 0;
-  status = tensors_kill(m, a);
+  status = gmi_tensors_kill(m, a);
   if (status) return status;
   /* After the kill no acquire without the lock can begin. One that was released before the kill may still hold chunks,
    * as release_whole() drops the tensor's user first: so the chunks are checked last. */
-  status = chunks_unused(a, count);
-  if (!status && a->store != a->index)
+  if (gmi_arena_has_chunks(a)) status = chunks_unused(a, atomic_load(&a->chunk_count));
+  if (!status && gmi_arena_is_sharded(a)) status = gmi_slices_unused(m, a);
+  else if (!status && a->store != a->index)
     status = gmi_gradients_drop(m, a); /* parameters whose bytes hold gradients become zeros: their values are lost */
-  for (uint32_t i = 0; status && i < a->tensor_count; i++) tensor_revive(&m->tensors.at[a->order[i]]);
-  if (status) return status;
-  for (uint32_t i = 0; i < count; i++) gmi_chunk_forget(m, &a->chunks[i]);
-  gmi_host_forget(m);
-  if (a->store == a->index) gmi_arena_unmap(m, a);
-  while (a->tensor_count) {
-    uint32_t index = a->order[--a->tensor_count];
-    if (m->tensors.at[index].base != index) counterpart_unlink(m, index);
-    tensor_drop(m, index);
+  if (status) {
+    gmi_tensors_revive(m, a);
+    return status;
   }
-  m->cut.chunk_count -= count;
-  gmi_arena_t *base = gmi_arena_at(m, a->like);
-  if (base != a) base->followers--;
-  if (a->store != a->index) gmi_arena_at(m, a->store)->reused = false;
-  else m->stats.model_bytes -= atomic_load(&a->size);
-  atomic_store_explicit(&m->arenas.at[a->index], NULL, memory_order_release);
-  arena_free(m, a);
+  arena_remove(m, a);
   m->trace.observer->arenas_change(m);
   return GEMINI_OK;
 }
@@ -421,7 +541,7 @@ static gemini_status_t tier_bytes(gmi_manager_t *m, const gemini_access_t *their
   if (!bytes_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "bytes_out is NULL");
   gemini_status_t status = gmi_access_in(&range, theirs, "range");
   if (!status && range.tier >= GEMINI_TIER_COUNT)
-    status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", range.tier, GEMINI_TIER_COUNT - 1);
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", range.tier, GEMINI_TIER_COUNT - 1);
   if (!status) status = gmi_range_resolve(m, &range, r);
   if (status) return status;
   uint64_t bytes = 0;
@@ -460,9 +580,9 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
 /* Grows the arena, and all that follow it, by size_bytes at *offset_out, which is aligned to ELEMENT_ALIGN elements, so
  * that the offset is aligned in every follower too. Checks all followers before it changes the first. After that
  * nothing fails: gmi_arena_grow() has address space for the chunk records since the arena was created or cut. */
-static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size_bytes, uint64_t *offset_out) {
+gemini_status_t gmi_arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size_bytes, uint64_t *offset_out) {
   if (a->like != a->index || a->store != a->index)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows %s: register there", a->name,
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows arena %s: take the bytes of that one", a->name,
                     gmi_arena_at(m, a->like)->name);
   if (!size_bytes || size_bytes % a->element_bytes)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is %llu, must be a multiple of %u and not 0",
@@ -473,6 +593,14 @@ static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t s
                     (unsigned long long)size_bytes, a->name,
                     (unsigned long long)(offset > a->capacity_asked ? 0 : a->capacity_asked - offset),
                     (unsigned long long)a->capacity_asked);
+  for (uint32_t i = 0; a->followers && i < GMI_ARENAS; i++) {
+    const gmi_arena_t *f = gmi_arena_at(m, i);
+    if (!f || f->like != a->index || !f->shard.reduced) continue;
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "gradients of arena %s are being added over the ranks: it can grow again after "
+                    "the update",
+                    a->name);
+  }
   uint64_t elements = (offset + size_bytes) / a->element_bytes;
   for (uint32_t i = 0; a->followers && i < GMI_ARENAS; i++) {
     gmi_arena_t *f = gmi_arena_at(m, i);
@@ -485,9 +613,9 @@ static gemini_status_t arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t s
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     gmi_arena_t *f = gmi_arena_at(m, i);
     if (!f || f->like != a->index) continue;
-    if (f->store == f->index) m->stats.model_bytes += elements * f->element_bytes - atomic_load(&f->size);
+    if (gmi_arena_has_tiers(f)) m->stats.model_bytes += elements * f->element_bytes - atomic_load(&f->size);
     atomic_store_explicit(&f->size, elements * f->element_bytes, memory_order_release);
-    status = gmi_arena_grow(m, f);
+    status = gmi_arena_is_sharded(f) ? slices_grow(m, f) : gmi_arena_grow(m, f);
   }
   *offset_out = offset;
   return status;
@@ -500,271 +628,13 @@ gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, ui
   if (!offset_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "offset_out is NULL"));
   gmi_lock(m, __func__);
   gmi_arena_t *a = gmi_arena_get(m, arena);
-  gemini_status_t status = a ? arena_extend(m, a, size_bytes, offset_out) : GEMINI_ERR_HANDLE;
+  gemini_status_t status = a ? GEMINI_OK : GEMINI_ERR_HANDLE;
+  if (a && gmi_arena_is_sharded(a) && a->reused) /* sums of gradients would stay where no tensor says so */
+    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "arena %s is sharded over a group and reused by gradients: its bytes must be those of tensors",
+                      a->name);
+  if (!status) status = gmi_arena_extend(m, a, size_bytes, offset_out);
+  if (!status) a->shard.taken = true;
   gmi_unlock(m);
   API_RETURN(status);
-}
-
-/* ---- tensors. Names are in a hash table with chains; FNV-1a. Only registered tensors have names, counterparts share
- * that of their base. */
-static uint64_t name_hash(const char *name) {
-  uint64_t h = UINT64_C(14695981039346656037);
-  for (; *name; name++) h = (h ^ (unsigned char)*name) * UINT64_C(1099511628211);
-  return h;
-}
-uint32_t gmi_tensor_named(gmi_manager_t *m, const char *name) {
-  uint32_t i = m->tensors.buckets[name_hash(name) % m->tensors.bucket_count];
-  while (i != GMI_NONE && strcmp(m->tensors.at[i].name, name)) i = m->tensors.at[i].hash_next;
-  return i;
-}
-static void name_remove(gmi_manager_t *m, uint32_t index) {
-  uint32_t *link = &m->tensors.buckets[name_hash(m->tensors.at[index].name) % m->tensors.bucket_count];
-  while (*link != index) link = &m->tensors.at[*link].hash_next;
-  *link = m->tensors.at[index].hash_next;
-}
-static void name_insert(gmi_manager_t *m, uint32_t index) {
-  uint32_t *link = &m->tensors.buckets[name_hash(m->tensors.at[index].name) % m->tensors.bucket_count];
-  m->tensors.at[index].hash_next = *link;
-  *link = index;
-}
-static void names_grow(gmi_manager_t *m) { /* without memory the chains only get longer */
-  uint32_t count = m->tensors.bucket_count * 4;
-  uint32_t *buckets = malloc(count * sizeof *buckets);
-  if (!buckets) return;
-  memset(buckets, 0xff, count * sizeof *buckets);
-  free(m->tensors.buckets);
-  m->tensors.buckets = buckets;
-  m->tensors.bucket_count = count;
-  for (uint32_t i = 0; i < m->tensors.high; i++)
-    if (gmi_tensor_alive(&m->tensors.at[i]) && m->tensors.at[i].base == i) name_insert(m, i);
-}
-
-/* Makes room for one more tensor in arena a, so that tensor_new() cannot fail. */
-static gemini_status_t tensor_room(gmi_manager_t *m, gmi_arena_t *a) {
-  if (m->tensors.free == GMI_NONE && m->tensors.high == GMI_TENSORS)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "%u tensors exist, the limit is %u", GMI_TENSORS, GMI_TENSORS);
-  if (a->tensor_count == a->tensor_capacity) {
-    uint32_t capacity = a->tensor_capacity ? a->tensor_capacity * 2 : 16;
-    uint32_t *order = realloc(a->order, capacity * sizeof *order);
-    if (!order) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's record");
-    a->order = order;
-    a->tensor_capacity = capacity;
-  }
-  return GEMINI_OK;
-}
-
-/* Creates a tensor in arena a after tensor_room(); the caller sets its name and links. life is stored last (release),
- * as it makes the record visible to acquires without the lock. The plain store of word loses no count: the record was
- * DEAD, or unused, so no acquire could add a user to it. */
-static uint32_t tensor_new(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size) {
-  uint32_t index = m->tensors.free;
-  if (index != GMI_NONE) m->tensors.free = m->tensors.at[index].hash_next;
-  else index = m->tensors.high++;
-  gmi_tensor_t *t = &m->tensors.at[index];
-  if (!t->generation) t->generation = m->identity.generation_before;
-  t->generation++;
-  t->arena = a->index;
-  t->offset = offset;
-  t->size = size;
-  t->base = index;
-  t->next = GMI_NONE;
-  atomic_store(&t->word, gmi_tensor_word(0, GEMINI_STATE_FREE));
-  atomic_store(&t->seen, 0);
-  atomic_store_explicit(&t->life, t->generation, memory_order_release);
-  a->order_sorted =
-      a->tensor_count == 0 || (a->order_sorted && m->tensors.at[a->order[a->tensor_count - 1]].offset <= offset);
-  a->order[a->tensor_count++] = index;
-  if (size > a->longest) a->longest = size;
-  m->tensors.alive++;
-  return index;
-}
-
-static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, const char *name, uint64_t size,
-                                       uint64_t offset, gemini_tensor_t *tensor_out) {
-  gmi_arena_t *a = gmi_arena_get(m, arena);
-  if (!a) return GEMINI_ERR_HANDLE;
-  if (!tensor_out || !name) return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name");
-  size_t length = strnlen(name, NAME_LIMIT + 1);
-  if (!length || length > NAME_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "a tensor's name has %zu bytes or more, must have 1 to %d", length,
-                    NAME_LIMIT);
-  if (gmi_tensor_named(m, name) != GMI_NONE) return gmi_fail(GEMINI_ERR_EXISTS, 0, "a tensor named %s exists", name);
-  bool next = offset == GEMINI_OFFSET_NEXT;
-  uint64_t used = atomic_load(&a->size);
-  if (!next) {
-    if (a->like != a->index)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s follows %s: register there", a->name,
-                      gmi_arena_at(m, a->like)->name);
-    if (offset % a->element_bytes || !size || size % a->element_bytes || offset > used || size > used - offset)
-      return gmi_fail(
-          GEMINI_ERR_INVALID, 0,
-          "tensor at %llu + %llu bytes is not inside the %llu bytes taken of arena %s, or no multiple of %u",
-          (unsigned long long)offset, (unsigned long long)size, (unsigned long long)used, a->name, a->element_bytes);
-  }
-  char *copy = malloc(length + 1);
-  if (!copy) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's name");
-  memcpy(copy, name, length + 1);
-  gemini_status_t status = tensor_room(m, a);
-  if (!status && next) status = arena_extend(m, a, size, &offset);
-  if (status) {
-    free(copy);
-    return status;
-  }
-  uint32_t index = tensor_new(m, a, offset, size);
-  m->tensors.at[index].name = copy;
-  if (m->tensors.alive > (uint64_t)m->tensors.bucket_count * 2) names_grow(m);
-  if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* unless names_grow() has inserted it */
-  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
-  return GEMINI_OK;
-}
-gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
-                                       uint64_t size_bytes, uint64_t offset_bytes, gemini_tensor_t *tensor_out) {
-  API_LOCKED(tensor_register(m, arena, name, size_bytes, offset_bytes, tensor_out));
-}
-
-static void order_remove(gmi_manager_t *m, uint32_t index) {
-  gmi_arena_t *a = gmi_arena_at(m, m->tensors.at[index].arena);
-  for (uint32_t i = 0; i < a->tensor_count; i++) {
-    if (a->order[i] != index) continue;
-    memmove(&a->order[i], &a->order[i + 1], (a->tensor_count - i - 1) * sizeof *a->order);
-    a->tensor_count--;
-    return;
-  }
-}
-
-static gemini_status_t tensor_unregister(gmi_manager_t *m, gemini_tensor_t handle) {
-  gmi_tensor_t *t = gmi_tensor_get(m, handle);
-  if (!t) return GEMINI_ERR_HANDLE;
-  uint32_t index = (uint32_t)(t - m->tensors.at);
-  bool base = t->base == index;
-  for (uint32_t i = index; i != GMI_NONE; i = base ? m->tensors.at[i].next : GMI_NONE) {
-    if (tensor_kill(&m->tensors.at[i])) continue;
-    for (uint32_t k = index; k != i; k = m->tensors.at[k].next) tensor_revive(&m->tensors.at[k]);
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s%s is acquired", gmi_tensor_base(m, t)->name,
-                    i == index ? "" : ", in another arena,");
-  }
-  if (!base) counterpart_unlink(m, index);
-  uint32_t next;
-  for (uint32_t i = index; i != GMI_NONE; i = next) {
-    next = base ? m->tensors.at[i].next : GMI_NONE;
-    order_remove(m, i);
-    tensor_drop(m, i);
-  }
-  return GEMINI_OK;
-}
-gemini_status_t gemini_tensor_unregister(gemini_manager_t mgr, gemini_tensor_t tensor) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if (!tensor) return GEMINI_OK;
-  gmi_lock(m, __func__);
-  gemini_status_t status = tensor_unregister(m, tensor);
-  gmi_unlock(m);
-  API_RETURN(status);
-}
-
-gemini_status_t gemini_tensor_find(gemini_manager_t mgr, const char *name, gemini_tensor_t *tensor_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if (!name || !tensor_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", name ? "tensor_out" : "name"));
-  gmi_lock(m, __func__);
-  uint32_t index = gmi_tensor_named(m, name);
-  if (index != GMI_NONE) *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
-  gmi_unlock(m);
-  API_RETURN(index != GMI_NONE ? GEMINI_OK : gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "no tensor is named %.127s", name));
-}
-
-static gemini_status_t tensor_counterpart(gmi_manager_t *m, gemini_tensor_t handle, gemini_arena_t arena,
-                                          gemini_tensor_t *tensor_out) {
-  gmi_tensor_t *t = gmi_tensor_get(m, handle);
-  gmi_arena_t *a = t ? gmi_arena_get(m, arena) : NULL;
-  if (!a) return GEMINI_ERR_HANDLE;
-  if (!tensor_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "tensor_out is NULL");
-  gmi_tensor_t *base = gmi_tensor_base(m, t);
-  gmi_arena_t *from = gmi_arena_at(m, base->arena);
-  uint32_t index = t->base;
-  while (index != GMI_NONE && m->tensors.at[index].arena != a->index) index = m->tensors.at[index].next;
-  if (index == GMI_NONE) {
-    if (a->like != from->index)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "arena %s is not like %s, where tensor %s is", a->name, from->name,
-                      base->name);
-    gemini_status_t status = tensor_room(m, a);
-    if (status) return status;
-    index = tensor_new(m, a, base->offset / from->element_bytes * a->element_bytes,
-                       base->size / from->element_bytes * a->element_bytes);
-    m->tensors.at[index].base = t->base;
-    m->tensors.at[index].next = base->next;
-    base->next = index;
-  }
-  *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);
-  return GEMINI_OK;
-}
-gemini_status_t gemini_tensor_counterpart(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_arena_t arena,
-                                          gemini_tensor_t *tensor_out) {
-  API_LOCKED(tensor_counterpart(m, tensor, arena, tensor_out));
-}
-
-gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tensor_t tensor, gemini_tensor_info_t *info_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gemini_tensor_info_t info = GEMINI_TENSOR_INFO_INIT;
-  gmi_lock(m, __func__);
-  gmi_tensor_t *t = gmi_tensor_get(m, tensor);
-  if (t) {
-    gmi_arena_t *a = gmi_arena_at(m, t->arena);
-    uint64_t word = atomic_load(&t->word);
-    info.state = gmi_tensor_state(word);
-    info.users = gmi_tensor_users(word);
-    info.address = (uint64_t)(uintptr_t)a->base + t->offset;
-    info.size_bytes = t->size;
-    info.offset_bytes = t->offset;
-    info.arena = gmi_handle(m, GMI_HANDLE_ARENA, a->generation, a->index);
-    snprintf(info.name, sizeof info.name, "%s", gmi_tensor_base(m, t)->name);
-  }
-  gmi_unlock(m);
-  API_RETURN(t ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_TENSOR_INFO, "info_out") : GEMINI_ERR_HANDLE);
-}
-
-static int by_offset(const void *a, const void *b, void *user) {
-  const gmi_manager_t *m = user;
-  const gmi_tensor_t *x = &m->tensors.at[*(const uint32_t *)a], *y = &m->tensors.at[*(const uint32_t *)b];
-  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-  return x < y ? -1 : x > y;
-}
-void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a) {
-  if (a->order_sorted || !a->tensor_count) return;
-  qsort_r(a->order, a->tensor_count, sizeof *a->order, by_offset, m);
-  a->order_sorted = true;
-}
-
-void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
-                    void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user) {
-  gmi_arena_sort(m, a);
-  /* A tensor that reaches into the range begins at most the longest tensor's size before it. */
-  uint64_t from = offset > a->longest ? offset - a->longest : 0;
-  uint32_t low = 0, high = a->tensor_count;
-  while (low < high) {
-    uint32_t mid = low + (high - low) / 2;
-    if (m->tensors.at[a->order[mid]].offset < from) low = mid + 1;
-    else high = mid;
-  }
-  for (uint32_t i = low; i < a->tensor_count; i++) {
-    gmi_tensor_t *t = &m->tensors.at[a->order[i]];
-    if (t->offset >= offset + size) break;
-    if (t->offset + t->size > offset) fn(m, t, user);
-  }
-}
-
-/* The legal transitions; docs/states.md gives the reasons. */
-bool gmi_state_legal(uint32_t from, uint32_t to) {
-  static const uint8_t to_bits[GEMINI_STATE_COUNT] = {
-#define TO(state) (1u << GEMINI_STATE_##state)
-    [GEMINI_STATE_FREE] = TO(HOLD) | TO(COMPUTE),
-    [GEMINI_STATE_HOLD] = TO(FREE) | TO(COMPUTE) | TO(READY_FOR_REDUCE),
-    [GEMINI_STATE_HOLD_AFTER_FWD] = TO(HOLD) | TO(COMPUTE),
-    [GEMINI_STATE_HOLD_AFTER_BWD] = TO(HOLD) | TO(COMPUTE) | TO(READY_FOR_REDUCE),
-    [GEMINI_STATE_COMPUTE] = TO(HOLD) | TO(HOLD_AFTER_FWD) | TO(HOLD_AFTER_BWD),
-    [GEMINI_STATE_READY_FOR_REDUCE] = TO(HOLD) | TO(COMPUTE),
-#undef TO
-  };
-  return from < GEMINI_STATE_COUNT && to < GEMINI_STATE_COUNT && (to_bits[from] >> to & 1);
 }

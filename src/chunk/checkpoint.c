@@ -59,15 +59,25 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
   fprintf(file, "end\n");
 }
 
-/* Waits until at most most transfers are under way, and processes their results. */
+/* Waits until at most most transfers are under way, and processes their results. Returns at the first failed write,
+ * while others may be under way. */
 static gemini_status_t wait_transfers(gmi_manager_t *m, uint32_t most) {
-  gemini_status_t status = GEMINI_OK;
-  while (!status && m->io.count > most) {
+  while (true) {
     uint64_t events = gmi_workers_finished(m);
-    status = gmi_files_reap(m, NULL);
-    if (!status && m->io.count > most) gmi_workers_wait(m, events, GMI_WAIT_FILES, m->io.count);
+    gemini_status_t status = gmi_files_reap(m, NULL);
+    if (status || m->io.count <= most) return status;
+    gmi_workers_wait(m, events, GMI_WAIT_FILES, m->io.count);
   }
-  return status;
+}
+
+/* Waits for all transfers. Returns the first failure, which is status unless that is OK, and forgets the others: a
+ * failure that ends after this call would be reported by a later one, whose writes may all succeed. */
+static gemini_status_t end_transfers(gmi_manager_t *m, gemini_status_t status) {
+  gmi_failure_t first;
+  gmi_fail_keep(status, &first);
+  while ((status = wait_transfers(m, 0)))
+    if (!first.status) gmi_fail_keep(status, &first);
+  return gmi_fail_again(&first);
 }
 
 /* Gives every chunk with bytes a valid block. A block whose content the store suspects (a sync failed) is written
@@ -78,6 +88,9 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
     if (gmi_chunk_busy(c, GMI_TO_STORE))
       status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired for writing", gmi_chunk_arena(m, c)->name);
+  if (status) return status;
+  /* Writes of earlier calls end first. A chunk whose write fails is written again below. */
+  while (wait_transfers(m, 0)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message());
   arena = index = 0;
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
     bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) && gmi_store_is_suspect(m->file.store, gmi_chunk_block(c));
@@ -91,8 +104,7 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
     gmi_chunk_unhold_host(m, c, false);
     if (!status) status = wait_transfers(m, WRITES_AT_ONCE);
   }
-  gemini_status_t waited = wait_transfers(m, 0);
-  return status ? status : waited;
+  return end_transfers(m, status);
 }
 
 static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_t blob_bytes) {
@@ -235,8 +247,8 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
   uint64_t sizes[2] = { gmi_chunk_bytes(r->m), gmi_copy_bytes(r->m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) };
   if (!status && memcmp(r->sizes, sizes, sizeof sizes) != 0)
     status = gmi_fail(GEMINI_ERR_FORMAT, 0,
-                      "the checkpoint has chunks of %" PRIu64 " bytes, of which blocks hold %" PRIu64
-                      ", this manager of %" PRIu64 ", of which they hold %" PRIu64,
+                      "the checkpoint has chunks of %" PRIu64 " bytes, of which a block holds %" PRIu64
+                      "; this manager has chunks of %" PRIu64 ", of which a block holds %" PRIu64,
                       r->sizes[0], r->sizes[1], sizes[0], sizes[1]);
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     const gmi_arena_t *a = gmi_arena_at(r->m, i);
@@ -261,6 +273,14 @@ static gmi_chunk_t *kept_chunk(const reader_t *r, uint64_t key) {
   return a && a->store == mine && index < atomic_load(&a->chunk_count) ? &a->chunks[index] : NULL;
 }
 
+/* NULL: the chunk has no bytes and nothing uses it, until the lock is released; otherwise the reason. */
+static const char *why_not_resumed(gmi_chunk_t *c) {
+  if (!gmi_chunk_has(c, GMI_VALID_ZERO)) return "written";
+  if (gmi_chunk_is_pinned(c)) return "pinned to the device";
+  if (gmi_chunk_deferred(c)) return "waiting for an update";
+  return gmi_chunk_unsettle_to_change(c);
+}
+
 static gemini_status_t resume(gmi_manager_t *m) {
   const gmi_kept_t *kept;
   const void *blob;
@@ -276,17 +296,17 @@ static gemini_status_t resume(gmi_manager_t *m) {
   if (!status && count * gmi_block_bytes(m) > m->config.file_bytes)
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of blocks, the file budget is %llu",
                       (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
-  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));)
-    if (!gmi_chunk_has(c, GMI_VALID_ZERO) || gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
-      status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is in use or has been written: resume first",
-                        gmi_chunk_arena(m, c)->name);
+  for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
+    const char *why = why_not_resumed(c);
+    if (why) status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is %s: resume first", gmi_chunk_arena(m, c)->name, why);
+  }
   if (!status) status = read_layout(&r, blob, blob_bytes);
   uint32_t named = 0; /* chunks that have claimed their block; all claims are given up on failure */
   for (; !status && named < count; named += !status) {
     gmi_chunk_t *c = kept_chunk(&r, kept[named].key);
     if (!c || !gmi_chunk_block_claim(m, c, kept[named].block))
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has a chunk %#" PRIx64 " %s", kept[named].key,
-                        c ? "twice" : "of no arena");
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint names chunk %#" PRIx64 "%s", kept[named].key,
+                        c ? " twice" : ", which no arena has");
   }
   while (status && named-- > 0) gmi_chunk_block_unclaim(m, kept_chunk(&r, kept[named].key));
   if (status) return status;
@@ -294,9 +314,9 @@ static gemini_status_t resume(gmi_manager_t *m) {
   read_layout(&r, blob, blob_bytes);
   for (uint32_t i = 0; i < count; i++) {
     gmi_chunk_t *c = kept_chunk(&r, kept[i].key);
+    gmi_chunk_resumed(m, c);
     gmi_chunk_drop_device(m, c); /* zeros */
     gmi_host_slot_drop(m, c);
-    gmi_chunk_resumed(m, c);
     m->file.used += gmi_block_bytes(m);
   }
   if (m->file.used > m->stats.peak_bytes[GEMINI_TIER_FILE]) m->stats.peak_bytes[GEMINI_TIER_FILE] = m->file.used;

@@ -21,6 +21,7 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (((c->valid_ & GMI_VALID_HOST) || c->io_) && c->slot_ == GMI_NONE) return false;
   if (c->slot_ != GMI_NONE && m->host.slots[c->slot_].chunk != c) return false;
   if (((c->valid_ & GMI_VALID_FILE) != 0) != (c->block_ != GMI_NONE)) return false;
+  if (c->loading_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_USERS) || c->deferred_)) return false;
   return c->host_writers_ <= c->host_users_ && c->graph_held_ <= c->host_writers_ && c->left_ <= c->deferred_ &&
          c->batch_users_ <= c->host_users_;
 }
@@ -69,7 +70,7 @@ void gmi_chunks_forget_checks(gmi_manager_t *m) { m->check.changed_count = 0; }
 
 #ifdef GEMINI_CHECK
 void gmi_balance_check(gmi_manager_t *m) {
-  uint32_t frames = 0, slots = 0, free_slots = 0, blocks = 0, used_frames = 0;
+  uint32_t frames = 0, gathered = 0, slots = 0, free_slots = 0, blocks = 0, used_frames = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
@@ -78,13 +79,14 @@ void gmi_balance_check(gmi_manager_t *m) {
       if (c->io_) continue; /* the result of its last transfer was not processed: its record is not final */
       GMI_ASSERT(gmi_chunk_invariant(m, c));
       frames += c->frame_ != GMI_NONE;
+      gathered += c->frame_ != GMI_NONE && gmi_arena_is_sharded(a);
       slots += c->slot_ != GMI_NONE;
       blocks += c->block_ != GMI_NONE;
     }
   }
   for (uint32_t i = 0; i < m->frames.capacity; i++) used_frames += m->frames.at[i].chunk != NULL;
   GMI_ASSERT(frames == used_frames);
-  GMI_ASSERT(frames == m->frames.resident);
+  GMI_ASSERT(frames == m->frames.resident && gathered == m->groups.frames);
   for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += m->host.free_map[s >> 6] >> (s & 63) & 1;
   GMI_ASSERT(free_slots == m->host.free_count);
   if (!m->io.count) GMI_ASSERT(slots * gmi_slot_bytes(m) == m->host.used);
@@ -102,12 +104,16 @@ static void set_valid(gmi_chunk_t *c, uint32_t valid) {
   else if (atomic_load(&c->word_) & GMI_CHUNK_DIRTY) atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);
 }
 
-void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index) {
+void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index, bool in_slices) {
   memset(c, 0, sizeof *c);
   c->frame_ = c->slot_ = c->block_ = GMI_NONE;
   c->arena = arena;
   c->index = index;
-  c->valid_ = GMI_VALID_ZERO;
+  c->valid_ = in_slices ? GMI_VALID_SLICES : GMI_VALID_ZERO;
+}
+void gmi_chunk_slices_valid(gmi_manager_t *m, gmi_chunk_t *c) {
+  set_valid(c, c->valid_ | GMI_VALID_SLICES);
+  changed(m, c);
 }
 
 /* ---- users */
@@ -124,6 +130,7 @@ static const char *why_full(const gmi_chunk_t *c, uint32_t word) {
 const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose) {
   uint32_t word = atomic_load(&c->word_);
   const char *why = NULL;
+  if (c->loading_ && purpose != GMI_TO_EVICT && purpose != GMI_TO_LEAVE_HOST) return "being loaded";
   switch (purpose) {
   case GMI_TO_FETCH: return why_host_writers(c);
   case GMI_TO_READ_ON_DEVICE: why = why_host_writers(c); break;
@@ -142,7 +149,7 @@ const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose) {
   case GMI_TO_LEAVE_HOST:
     return c->graph_held_   ? "in use by a graph"
            : c->host_users_ ? "acquired on the host"
-           : c->graphs_     ? "read by a graph that lives, for which it stays on the host"
+           : c->graphs_     ? "read by a graph and stays on the host until the graph is destroyed"
                             : NULL;
   case GMI_TO_CHANGE: return c->host_users_ || word & GMI_CHUNK_USERS ? "acquired" : NULL;
   case GMI_TO_LOAD:
@@ -188,6 +195,7 @@ const char *gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mod
 }
 
 const char *gmi_chunk_pin(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (c->loading_) return "being loaded";
   if (c->user_pins_ == UINT16_MAX) return "pinned 65535 times, the limit";
   c->user_pins_++;
   changed(m, c);
@@ -218,6 +226,26 @@ bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless) {
     if (word & unless) return false;
   } while (!atomic_compare_exchange_weak(&c->word_, &word, word & ~GMI_CHUNK_SETTLED));
   return true;
+}
+
+const char *gmi_chunk_unsettle_to_change(gmi_chunk_t *c) {
+  const char *why = gmi_chunk_busy(c, GMI_TO_CHANGE);
+  if (!why && !gmi_chunk_unsettle(c, GMI_CHUNK_USERS)) why = "acquired"; /* without the lock, after that look */
+  return why;
+}
+
+const char *gmi_chunk_load_begin(gmi_manager_t *m, gmi_chunk_t *c) {
+  const char *why = gmi_chunk_busy(c, GMI_TO_LOAD);
+  if (!why) why = gmi_chunk_unsettle_to_change(c);
+  if (why) return why;
+  c->loading_ = true;
+  changed(m, c);
+  return NULL;
+}
+void gmi_chunk_load_end(gmi_manager_t *m, gmi_chunk_t *c) {
+  GMI_ASSERT(c->loading_);
+  c->loading_ = false;
+  changed(m, c);
 }
 
 void gmi_chunk_graph_hold(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -256,10 +284,13 @@ static void uses_clear(gmi_uses_t *uses) {
 }
 
 /* Every entry holds unfinished work of another stream: makes stream wait for the first. This is the only part of a
- * release without the lock that may take the lock, as a wait may have to place a mark. */
-gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked) {
+ * release without the lock that may take the lock, as a wait may have to place a mark. *ended_out: the stream was
+ * destroyed since the caller named it. Its work is done, so its use needs no entry, and must not replace one. (If its
+ * index has a new stream, that one waits in its place, which is more than needed, and right.) */
+gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked, bool *ended_out) {
   if (!locked) gmi_lock(m, "gemini_release");
-  gemini_status_t status = gmi_fence_wait(m, stream, first);
+  *ended_out = !atomic_load(&m->streams[stream].life);
+  gemini_status_t status = *ended_out ? GEMINI_OK : gmi_fence_wait(m, stream, first);
   if (!locked) gmi_unlock(m);
   return status;
 }
@@ -436,7 +467,7 @@ bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
 }
 void gmi_chunk_block_unclaim(gmi_manager_t *m, gmi_chunk_t *c) { (void)block_take(m, c); }
 void gmi_chunk_resumed(gmi_manager_t *m, gmi_chunk_t *c) {
-  GMI_ASSERT(c->frame_ == GMI_NONE && c->block_ != GMI_NONE);
+  GMI_ASSERT(c->block_ != GMI_NONE);
   set_valid(c, GMI_VALID_FILE);
   changed(m, c);
 }

@@ -29,11 +29,18 @@
 #define GMI_CHUNK_WRITERS 0x1fff0000u /* count of the users that may write */
 #define GMI_CHUNK_WRITER 0x00010000u  /* one such user */
 #define GMI_CHUNK_USERS 0x0000ffffu   /* count of users: device acquires that have not been released */
-enum { GMI_VALID_DEVICE = 1, GMI_VALID_HOST = 2, GMI_VALID_FILE = 4, GMI_VALID_ZERO = 8 };
+enum {
+  GMI_VALID_DEVICE = 1,
+  GMI_VALID_HOST = 2,
+  GMI_VALID_FILE = 4,
+  GMI_VALID_ZERO = 8,
+  GMI_VALID_SLICES = 16 /* of a sharded arena: the ranks' slices */
+};
 
 /* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
  * VALID_FILE <=> block_ != GMI_NONE; io_ => a slot; host_writers_ => not RESIDENT; host_writers_ <= host_users_;
- * graph_held_ => one of the host_writers_; left_ <= deferred_. */
+ * graph_held_ => one of the host_writers_; left_ <= deferred_; loading_ => neither SETTLED, nor device users, nor
+ * deferred_. */
 struct gmi_chunk {
   /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
    * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
@@ -64,6 +71,7 @@ struct gmi_chunk {
   uint32_t batch_users_;      /* host_users_ of the acquire under way: no caller has their addresses, so the chunk may
                                * still move to another slot */
   bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
+  bool loading_;              /* a load will write or has written it, and goes on: nothing else may use it */
 };
 
 /* ---- queries. The first four read only atomics and need no lock; without it the answer may be outdated at once. */
@@ -91,6 +99,7 @@ static inline uint32_t gmi_chunk_left(const gmi_chunk_t *c) { return c->left_; }
 static inline uint64_t gmi_chunk_next_use(const gmi_chunk_t *c) { return c->next_use_; }
 static inline gmi_fence_t gmi_chunk_arrive(const gmi_chunk_t *c) { return c->arrive_; }
 static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c->copied_out_; }
+static inline bool gmi_chunk_is_loading(const gmi_chunk_t *c) { return c->loading_; }
 /* Is it acquired on the device or on the host, or in use by a call or a graph? */
 static inline bool gmi_chunk_in_use(const gmi_chunk_t *c) { return gmi_chunk_device_users(c) || c->host_users_; }
 /* May its bytes move to another slot? Not while a caller or a graph has their host address. */
@@ -138,9 +147,16 @@ void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c);
 /* Keeps its slot in place for a call. writes: the call changes the bytes there. */
 void gmi_chunk_hold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
 void gmi_chunk_unhold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes);
+/* A load claims all its chunks before it changes the first, because it releases the lock in between. No call can use a
+ * claimed chunk (gmi_chunk_busy()), but it may leave the device and the host: a range can be larger than the host.
+ * begin: the chunk has no users, no pins and no deferred pieces; returns a reason as above. */
+const char *gmi_chunk_load_begin(gmi_manager_t *m, gmi_chunk_t *c);
+void gmi_chunk_load_end(gmi_manager_t *m, gmi_chunk_t *c);
 /* Clears SETTLED: from now on device acquires need the lock. Returns false, with nothing changed, if the word has any
  * of the bits in unless. Check and change are one compare-and-swap, so no acquire can slip in between. */
 bool gmi_chunk_unsettle(gmi_chunk_t *c, uint32_t unless);
+/* The same for a chunk that is about to change outside an acquire (GMI_TO_CHANGE); returns a reason as above. */
+const char *gmi_chunk_unsettle_to_change(gmi_chunk_t *c);
 void gmi_chunk_graph_hold(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_graph_unhold(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_graphs_add(gmi_chunk_t *c); /* one more graph contains its slot's address; at most GMI_GRAPHS do */
@@ -162,8 +178,8 @@ static inline void gmi_chunk_set_next_use(gmi_chunk_t *c, uint64_t position) { c
  * manager's lock is held; otherwise any thread, no lock. */
 static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
                                             bool locked);
-gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first,
-                                   bool locked); /* its slow part */
+gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked,
+                                   bool *ended_out); /* its slow part */
 /* Makes stream wait for all that must precede its use: the fill of the device copy and earlier writes; before a write
  * also earlier reads and copies out. */
 gemini_status_t gmi_chunk_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode);
@@ -176,7 +192,9 @@ void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence);     /* a copy out of t
 void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);      /* new contents of the frame are queued before fence */
 
 /* ---- where its bytes are. The record is sound after each of these. */
-void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index); /* the chunk reads as zeros and has no copy */
+/* The chunk has no copy: it reads as zeros, or (in_slices) its bytes are in the ranks' slices. */
+void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index, bool in_slices);
+void gmi_chunk_slices_valid(gmi_manager_t *m, gmi_chunk_t *c); /* its bytes were copied to the slices */
 static inline gmi_mapping_t *gmi_chunk_mapping(gmi_chunk_t *c) { return &c->mapping_; }
 /* The chunk gets a frame, whose bytes are complete behind arrive. fresh: the frame holds no bytes of the chunk, because
  * they will all be overwritten; copies elsewhere stay valid until gmi_chunk_wrote_device(). */
@@ -271,9 +289,10 @@ static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, ui
       if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) place = i;
     }
     if (place == GMI_USES) {
+      bool ended;
       place = 0;
-      gemini_status_t status = gmi_chunk_use_full(m, stream, seen[place], locked);
-      if (status) return status;
+      gemini_status_t status = gmi_chunk_use_full(m, stream, seen[place], locked, &ended);
+      if (status || ended) return status;
     }
     gmi_fence_t now = gmi_fence_later(m, stream);
     /* The fence becomes visible through the decrement of word_ that follows in gmi_chunk_unhold_device(). */

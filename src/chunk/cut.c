@@ -11,6 +11,7 @@
 #include "chunk/heap.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "core/workers.h"
 
 #include <errno.h>
@@ -20,7 +21,7 @@
 #include "policy/policy.h"
 
 #define CHUNK_MIN UINT64_C(65536)
-#define BLOCK_UNIT UINT64_C(4096) /* what direct I/O wants multiples of, at most */
+#define BLOCK_UNIT UINT64_C(4096) /* the largest alignment that direct I/O asks for */
 
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -29,16 +30,16 @@ gmi_sizes_padding_t gmi_sizes_padding;
 
 static bool is_power_of_2(uint64_t value) { return value && !(value & (value - 1)); }
 
-/* What must hold between the sizes today, and who relies on it:
+/* What must hold between the sizes today, and what relies on it:
  * - a chunk is a power of two: addresses are cut by shifts;
  * - a frame is mapped over its chunk's whole span, so it is as large, and a power of two (page_of());
- * - a slot holds all bytes of its chunk, host addresses of a chunk being its slot's (gmi_chunk_host()). With larger
- *   slots, chunks in slots side by side leave gaps: gmi_host_run() refuses several, and gmi_recut() is not possible;
+ * - a slot holds all bytes of its chunk, because a chunk's host addresses are those of its slot (gmi_chunk_host()).
+ *   With larger slots, chunks in slots side by side leave gaps: gmi_host_run() refuses several, and gmi_recut() is not
+ *   possible;
  * - a slot is a power of two, so that none lies in two parts that are page-locked each on its own;
  * - a block holds all that a slot does, and is a multiple of what direct I/O needs.
- * Where a slot holds a part of its chunk (a chunk shared by several processes), these have to change: copies between
- * frame and slot, which then name the part (queue_copy(), the fetches of graphs); what turns an offset of the arena
- * into a host address (gmi_range_host(), locate() of workers); zeroing, load and store of a chunk on the host. */
+ * A sharded arena (chunk/shard.h) keeps to this: its whole chunks have no slots, and its slices are packed into chunks
+ * of an ordinary arena. */
 static void gmi_cut_check(const gmi_sizes_t *s) {
   GMI_ASSERT(is_power_of_2(s->chunk_bytes));
   GMI_ASSERT(s->frame_bytes == s->chunk_bytes);
@@ -55,11 +56,19 @@ gmi_sizes_t gmi_sizes_of(const gmi_manager_t *m, uint64_t chunk_bytes) {
   return s;
 }
 
+uint64_t gmi_chunk_min(gmi_manager_t *m) {
+  if (m->config.chunk_bytes) return m->config.chunk_bytes;
+  uint64_t least = m->device.granularity > CHUNK_MIN ? m->device.granularity : CHUNK_MIN;
+  const uint64_t slices = gmi_slices_chunk_min(m);
+  while (least < slices) least *= 2;
+  return least;
+}
+
 uint64_t gmi_chunk_search(gmi_manager_t *m, const gmi_chunk_use_t *uses, uint64_t count, uint64_t nonmodel,
                           uint64_t bytes_per_s) {
   gmi_chunk_search_t search = { .uses = uses,
                                 .use_count = count,
-                                .min_bytes = CHUNK_MIN > m->device.granularity ? CHUNK_MIN : m->device.granularity,
+                                .min_bytes = gmi_chunk_min(m),
                                 .device_bytes = m->config.device_bytes - m->config.device_margin_bytes,
                                 .overhead_ns = m->device.ops->chunk_overhead_ns,
                                 .bytes_per_s = bytes_per_s ? bytes_per_s : m->device.ops->link_bytes_per_s };
@@ -103,7 +112,7 @@ static void cut_discard(gmi_cut_t *cut) {
 static gemini_status_t chunks_prepare(gmi_manager_t *m, gmi_cut_t *cut) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     const gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a || a->store != i) continue;
+    if (!a || !gmi_arena_has_chunks(a)) continue;
     cut->chunk_map_bytes[i] = (a->capacity >> cut->shift) * sizeof(gmi_chunk_t);
     cut->chunks[i] = gmi_space(cut->chunk_map_bytes[i]);
     if (!cut->chunks[i])
@@ -141,7 +150,7 @@ static void cut_install(gmi_manager_t *m, gmi_cut_t *cut) {
   gmi_host_install(m, cut);
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a || a->store != i) continue;
+    if (!a || !gmi_arena_has_chunks(a)) continue;
     a->chunks = cut->chunks[i];
     a->chunk_map_bytes = cut->chunk_map_bytes[i];
     atomic_store(&a->chunk_count, 0);
@@ -161,6 +170,7 @@ gemini_status_t gmi_cut(gmi_manager_t *m) {
   uint64_t chunk_bytes = m->config.chunk_bytes;
   gmi_cut_t *cut;
   gemini_status_t status = chunk_bytes ? GEMINI_OK : first_chunk(m, &chunk_bytes);
+  if (!status) status = gmi_slices_resize(m, chunk_bytes);
   if (!status) status = cut_prepare(m, chunk_bytes, &cut);
   if (status) return status;
   status = gmi_files_cut(m, cut->sizes.block_bytes);
@@ -204,9 +214,11 @@ static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
     return false;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_is_sharded(a)) return false;
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
       gmi_chunk_t *c = &a->chunks[k];
-      if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_pinned(c) || gmi_chunk_deferred(c))
+      if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_loading(c) || gmi_chunk_is_pinned(c) ||
+          gmi_chunk_deferred(c))
         return false;
       if (gmi_chunk_has_slot(c) && gmi_chunk_slot(c) >= m->host.slot_count) return false;
     }

@@ -35,6 +35,8 @@ extern gmi_sizes_padding_t gmi_sizes_padding; /* of managers opened from now on;
 /* The sizes in each tier of chunks of a given size. gmi_cut_check() asserts what must hold between them. */
 gmi_sizes_t gmi_sizes_of(const gmi_manager_t *m, uint64_t chunk_bytes);
 
+/* Bytes of the smallest chunk that the manager can choose: the configured size, if there is one. */
+uint64_t gmi_chunk_min(gmi_manager_t *m);
 #define GMI_CHUNK_MAX (UINT64_C(64) << 20) /* bytes: the largest chunk size that a search considers */
 /* Returns the best chunk size for the uses, or the smallest one if there are none. nonmodel: bytes of device memory for
  * other uses. bytes_per_s: rate of the link; 0 = the device's usual rate. */
@@ -42,10 +44,10 @@ uint64_t gmi_chunk_search(gmi_manager_t *m, const struct gmi_chunk_use *uses, ui
                           uint64_t bytes_per_s);
 gemini_status_t gmi_cut(gmi_manager_t *m); /* chooses the chunk size, unless it has been chosen */
 /* gmi_recut() changes the chunk size if that is possible: nothing is in use, every byte fits on the host, there is no
- * file tier, slots are as large as chunks, and the caller did not configure the size. Otherwise, or if the size is the
- * current one, it changes nothing and returns GEMINI_OK. All chunk records move: pointers to them, such as plans hold,
- * are invalid afterwards. On failure (OOM_SYSTEM, or an error of moving bytes to the host) the size and all records are
- * unchanged. */
+ * file tier, slots are as large as chunks, no arena is sharded, and the caller did not configure the size. Otherwise,
+ * or if the size is the current one, it changes nothing and returns GEMINI_OK. All chunk records move: pointers to
+ * them, such as plans hold, are invalid afterwards. On failure (OOM_SYSTEM, or an error of moving bytes to the host)
+ * the size and all records are unchanged. */
 bool gmi_recut_possible(gmi_manager_t *m, uint64_t chunk_bytes);
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes);
 

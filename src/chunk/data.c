@@ -2,19 +2,24 @@
  *
  * These calls use ranges without an acquire, on the caller's thread under the manager's lock. Load and store release
  * the lock while they access the caller's file. Calls that change bytes first make sure that no acquire uses the chunks
- * and clear SETTLED, so that acquires without the lock cannot begin meanwhile. */
+ * and clear SETTLED, so that acquires without the lock cannot begin meanwhile. A load also claims its chunks, so that
+ * none begin while it has released the lock. */
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/array.h"
+#include "base/dtype.h"
 #include "base/file_limit.h"
 #include "chunk/accesses.h"
 #include "chunk/arena.h"
+#include "chunk/content.h"
 #include "chunk/data.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
@@ -32,31 +37,14 @@ static void chunk_part(gmi_manager_t *m, const gmi_range_t *r, uint64_t i, uint6
 
 /* Checks that no acquire uses the chunk, and sends device acquires to the slow path from now on. */
 static gemini_status_t chunk_free_to_change(const gmi_arena_t *store, gmi_chunk_t *c) {
-  if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", store->name);
-  return GEMINI_OK;
+  const char *why = gmi_chunk_unsettle_to_change(c);
+  return why ? gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", store->name, why) : GEMINI_OK;
 }
 static gemini_status_t free_to_change(const gmi_range_t *r) {
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = r->first; !status && i <= r->last; i++)
     status = chunk_free_to_change(r->store, &r->store->chunks[i]);
   return status;
-}
-
-/* A parameter and the gradient that reuses its bytes: do the bytes hold what the range names, or does the call
- * overwrite the whole tensor? */
-static gemini_status_t content_check(gmi_manager_t *m, const gmi_range_t *r, bool write) {
-  bool is_gradient = r->arena->store != r->arena->index;
-  if (!r->tensor || (!is_gradient && !r->arena->reused)) return GEMINI_OK;
-  const gmi_tensor_t *base = gmi_tensor_base(m, r->tensor);
-  bool holds_gradient = atomic_load(&base->word) & GMI_TENSOR_GRADIENT;
-  if (is_gradient == holds_gradient || (write && r->size == r->tensor->size)) return GEMINI_OK;
-  if (is_gradient)
-    return gmi_fail(GEMINI_ERR_STATE, 0,
-                    "gradient of %s cannot be used: it has not been written whole since its parameter was", base->name);
-  return gmi_fail(GEMINI_ERR_STATE, 0,
-                  "parameter %s cannot be used: its gradient has taken its bytes until the parameter is written again",
-                  base->name);
 }
 
 /* ---- lists of byte ranges, in ascending order and without overlap */
@@ -66,23 +54,20 @@ typedef struct {
 } part_t;
 typedef struct {
   part_t *parts;
-  uint64_t count, capacity;
+  uint64_t count;
+  uint32_t capacity;
   bool lost; /* an allocation failed: the list is incomplete */
 } parts_t;
 
 static void parts_add(parts_t *p, uint64_t begin, uint64_t end) {
   if (p->count && begin < p->parts[p->count - 1].end) begin = p->parts[p->count - 1].end; /* tied tensors overlap */
   if (begin >= end) return;
-  if (p->count == p->capacity) {
-    uint64_t capacity = p->capacity ? p->capacity * 2 : 64;
-    part_t *parts = realloc(p->parts, capacity * sizeof *parts);
-    if (!parts) {
-      p->lost = true;
-      return;
-    }
-    p->parts = parts;
-    p->capacity = capacity;
+  part_t *parts = gmi_array_room(p->parts, p->count, &p->capacity, sizeof *parts);
+  if (!parts) {
+    p->lost = true;
+    return;
   }
+  p->parts = parts;
   if (p->count && p->parts[p->count - 1].end == begin) p->parts[p->count - 1].end = end;
   else p->parts[p->count++] = (part_t){ .begin = begin, .end = end };
 }
@@ -201,7 +186,8 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   gemini_status_t status = GEMINI_OK;
   for (uint64_t i = 0; !status && i < n; i++)
     status = gmi_updates_queue(m, zeros[i].chunk); /* may move other chunks: comes before the choice */
-  /* Again, as callbacks ran without the lock: zero_commit() forgets whole chunks, with all users in their words. */
+  /* Checked again, because callbacks ran without the lock: zero_commit() resets whole chunks and would lose their
+   * users. */
   for (uint64_t i = 0; !status && i < n; i++) status = chunk_free_to_change(store, zeros[i].chunk);
   for (; !status && held < n; held += !status) {
     status = zero_prepare(m, store, &zeros[held]);
@@ -213,29 +199,41 @@ static gemini_status_t zero_parts(gmi_manager_t *m, const gmi_arena_t *store, co
   return status;
 }
 
-/* Sets or clears GRADIENT of the tensors that lie completely in the range. Read-modify-writes, as acquires change the
- * counts in the same words. */
-typedef struct {
-  const gmi_range_t *range;
-  bool set;
-} content_walk_t;
-static void set_content(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  content_walk_t *c = user;
-  (void)m;
-  if (t->offset < c->range->offset || t->offset + t->size > c->range->offset + c->range->size) return;
-  if (c->set) atomic_fetch_or(&t->word, GMI_TENSOR_GRADIENT);
-  else atomic_fetch_and(&t->word, ~GMI_TENSOR_GRADIENT);
-}
-static void range_written(gmi_manager_t *m, const gmi_range_t *r) {
-  bool gradient = r->arena->store != r->arena->index;
-  if (!gradient && !r->arena->reused) return;
-  content_walk_t c = { .range = r, .set = gradient };
-  gmi_arena_each(m, r->store, r->offset, r->size, set_content, &c);
-}
-
 static void count_tensor(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   (void)m, (void)t;
   ++*(uint64_t *)user;
+}
+
+/* Of a sharded arena, each rank zeroes its slices, and of gradients with sums also what has not been added to them. */
+static gemini_status_t zero_slices(gmi_manager_t *m, const gmi_range_t *r) {
+  if (r->arena->store != r->arena->index)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "gradients of arena %s, which is sharded, cannot be zeroed: an update "
+                    "takes those that were not written as zero",
+                    r->arena->name);
+  gmi_range_t slices;
+  parts_t parts = { 0 }, whole = { 0 };
+  const bool sums = gmi_arena_has_sums(r->arena);
+  bool queued = false; /* does not matter: what follows checks all of it */
+  if (!r->size) return GEMINI_OK;
+  if (gmi_range_content(m, r, false) == GMI_CONTENT_WRONG) return GEMINI_ERR_STATE;
+  /* Callbacks of pending updates run first: from the checks on, nothing else begins to use the range. */
+  gemini_status_t status = sums ? gmi_updates_queue_range(m, r->store, r->first, r->last, &queued) : GEMINI_OK;
+  if (!status) status = sums ? free_to_change(r) : gmi_gathered_settle(m, r, true);
+  if (status) return status;
+  gmi_range_slices(m, r, &slices);
+  if (slices.size) parts_add(&parts, slices.offset, slices.offset + slices.size);
+  if (sums) parts_add(&whole, r->offset, r->offset + r->size);
+  if (parts.lost || whole.lost)
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the range to be zeroed");
+  if (!status) status = free_to_change(&slices);
+  if (!status) status = zero_parts(m, slices.store, &parts);
+  if (!status) status = zero_parts(m, r->store, &whole);
+  free(parts.parts);
+  free(whole.parts);
+  if (!status) gmi_range_written(m, r);
+  if (!status && sums && r->size == atomic_load(&r->arena->size)) r->arena->shard.summed = false;
+  return status;
 }
 
 static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *theirs) {
@@ -243,19 +241,20 @@ static gemini_status_t zero_range(gmi_manager_t *m, const gemini_access_t *their
   gmi_range_t r;
   parts_t parts;
   gemini_status_t status = gmi_access_in(&access, theirs, "access");
-  if (!status) status = gmi_range_ready(m, &access, &r);
+  if (!status) status = gmi_range_ready_any(m, &access, &r);
+  if (!status && gmi_arena_is_sharded(r.arena)) return zero_slices(m, &r);
   if (!status) status = free_to_change(&r);
   if (status || !r.size) return status;
   /* In a reusing arena with tensors, only gradients are zeroed: the other bytes hold parameters. */
   uint64_t tensors = 0;
   bool gradients = r.arena->store != r.arena->index;
   if (gradients) gmi_arena_each(m, r.store, r.offset, r.size, count_tensor, &tensors);
-  if (!tensors) status = content_check(m, &r, true);
+  if (!tensors && gmi_range_content(m, &r, true) == GMI_CONTENT_WRONG) status = GEMINI_ERR_STATE;
   if (!status) status = parts_of(m, &r, &parts);
   if (status) return status;
   status = zero_parts(m, r.store, &parts);
   free(parts.parts);
-  if (!status && !tensors) range_written(m, &r);
+  if (!status && !tensors) gmi_range_written(m, &r);
   return status;
 }
 gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) { API_LOCKED(zero_range(m, access)); }
@@ -263,7 +262,6 @@ gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access)
 gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   gmi_range_t r = { .arena = a, .store = gmi_arena_at(m, a->store), .size = atomic_load(&a->size) };
   gradients_t g = { .range = &r };
-  content_walk_t flags = { .range = &r, .set = false };
   if (!r.size || !atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   gmi_range_chunks(m, &r);
   gemini_status_t status = free_to_change(&r);
@@ -272,7 +270,8 @@ gemini_status_t gmi_gradients_drop(gmi_manager_t *m, gmi_arena_t *a) {
   if (g.parts.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of gradients");
   if (!status) status = zero_parts(m, r.store, &g.parts);
   free(g.parts.parts);
-  if (!status) gmi_arena_each(m, r.store, 0, r.size, set_content, &flags);
+  r.arena = r.store; /* from now on the bytes are parameters */
+  if (!status) gmi_range_written(m, &r);
   return status;
 }
 
@@ -284,7 +283,7 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
   gmi_tensor_t *t = gmi_tensor_get(m, tensor);
   if (!t) return GEMINI_ERR_HANDLE;
   if (state >= GEMINI_STATE_COUNT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "state is %u, the last one is %d", state, GEMINI_STATE_COUNT - 1);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "state is %u, must be 0 to %d", state, GEMINI_STATE_COUNT - 1);
   uint64_t word = atomic_load(&t->word);
   uint32_t from = gmi_tensor_state(word);
   bool settable = state == GEMINI_STATE_HOLD || state == GEMINI_STATE_READY_FOR_REDUCE || state == GEMINI_STATE_FREE;
@@ -298,8 +297,17 @@ static gemini_status_t state_set(gmi_manager_t *m, gemini_tensor_t tensor, uint3
   }
   do {
     if (word & GMI_TENSOR_USERS)
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s was acquired meanwhile", gmi_tensor_base(m, t)->name);
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s was acquired by another thread during this call",
+                      gmi_tensor_base(m, t)->name);
   } while (!atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, state)));
+  gmi_arena_t *a = gmi_arena_at(m, t->arena);
+  if (state != GEMINI_STATE_READY_FOR_REDUCE || !gmi_arena_is_gradients(a)) return GEMINI_OK;
+  /* From here on the sum may take the parameter's bytes, also of a gradient that was not written, which is zero. */
+  if (!gmi_arena_has_sums(a)) atomic_fetch_or(&gmi_tensor_base(m, t)->word, GMI_TENSOR_GRADIENT);
+  gemini_status_t status = gmi_reduce_ready(m, a);
+  if (status == GEMINI_ERR_PEER) return status;
+  /* For want of room: the update, or a norm, tries again. */
+  if (status) gmi_log(m, GEMINI_LOG_WARNING, "gradients are not added yet: %s", gmi_fail_message());
   return GEMINI_OK;
 }
 gemini_status_t gemini_tensor_state_set(gemini_manager_t mgr, gemini_tensor_t tensor, uint32_t state) {
@@ -353,7 +361,7 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_chunk_t *c, bo
   return GEMINI_OK;
 }
 
-/* A tensor that a load has written, even in part, leaves the state FREE, as after an update. */
+/* A tensor that a load has written, even in part, goes from FREE to HOLD, as after an update. */
 static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   uint64_t word = atomic_load(&t->word);
   (void)m;
@@ -368,55 +376,155 @@ static bool in_range(const void *user, const gmi_chunk_t *c) {
   return c->arena == r->store->index && c->index >= r->first && c->index <= r->last;
 }
 
-/* Works chunk by chunk, so that the range may exceed the host budget. The lock is released during I/O; the chunk is
- * held on the host meanwhile, for a load as a writer, so that other calls refuse it. A load that fails half-way leaves
- * the chunks before the failure loaded. */
-static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *theirs, int fd, uint64_t fd_offset,
-                                  bool write_file) {
-  gemini_access_t access;
-  gmi_range_t r;
-  gemini_status_t status = gmi_access_in(&access, theirs, "access");
-  if (!status && fd < 0) status = gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d", fd);
-  if (!status) status = gmi_range_ready(m, &access, &r);
-  if (status || !r.size) return status;
-  if (fd_offset > (uint64_t)INT64_MAX - r.size)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu: the range would end behind the largest file offset",
-                    (unsigned long long)fd_offset);
-  status = content_check(m, &r, !write_file);
-  if (!status && !write_file) status = free_to_change(&r);
-  for (uint64_t i = r.first; !status && i <= r.last; i++) status = file_check(&r, &r.store->chunks[i], write_file);
-  if (!status && !write_file)
-    status = gmi_host_fits(m, "the range", ((uint64_t)r.last - r.first + 1) * gmi_slot_bytes(m), in_range, &r);
-  /* Before the first byte is read: an update that cannot be queued fails a load while nothing has changed. */
-  for (uint64_t i = r.first; !status && i <= r.last; i++) status = gmi_updates_queue(m, &r.store->chunks[i]);
-  for (uint64_t i = r.first; !status && i <= r.last; i++) {
-    gmi_chunk_t *c = &r.store->chunks[i];
-    uint64_t begin, end, done = 0;
-    chunk_part(m, &r, i, &begin, &end);
-    uint64_t at = fd_offset + (begin - r.offset);
-    status = file_check(&r, c, write_file); /* again: the lock was released meanwhile */
+static void load_end(gmi_manager_t *m, const gmi_range_t *r, uint64_t count) {
+  for (uint64_t i = 0; i < count; i++) gmi_chunk_load_end(m, &r->store->chunks[r->first + i]);
+}
+/* Claims all chunks of the range, or none: from here on no other call can make the load BUSY. Each chunk's deferred
+ * pieces are queued first; a callback that this runs may use the chunks that are not claimed yet, hence the checks at
+ * each claim. */
+static gemini_status_t load_begin(gmi_manager_t *m, const gmi_range_t *r) {
+  gemini_status_t status = GEMINI_OK;
+  uint64_t claimed = 0;
+  for (; !status && r->first + claimed <= r->last; claimed += !status) {
+    gmi_chunk_t *c = &r->store->chunks[r->first + claimed];
+    status = gmi_updates_queue(m, c);
+    const char *why = status ? NULL : gmi_chunk_load_begin(m, c);
+    if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", r->store->name, why);
+  }
+  if (status) load_end(m, r, claimed);
+  return status;
+}
+
+/* Brings a chunk to the host, if its bytes are needed there, for the I/O on it. */
+static gemini_status_t file_chunk_ready(gmi_manager_t *m, const gmi_range_t *r, gmi_chunk_t *c, bool write_file,
+                                        bool *zeros_out) {
+  *zeros_out = false;
+  if (write_file) {
+    gemini_status_t status = file_check(r, c, true); /* again: the lock was released meanwhile */
     if (!status) status = gmi_updates_queue(m, c);
     if (status) return status;
-    bool zeros = write_file && gmi_chunk_has(c, GMI_VALID_ZERO); /* a chunk of zeros is stored without host memory */
-    if (!zeros) status = gmi_chunk_to_host(m, c, !write_file, GEMINI_REASON_UPDATE);
-    if (!status && !zeros) status = gmi_chunk_settle_host(m, c);
-    if (status) return status;
+    *zeros_out = gmi_chunk_has(c, GMI_VALID_ZERO); /* a chunk of zeros is stored without host memory */
+    if (*zeros_out) return GEMINI_OK;
+  }
+  gemini_status_t status = gmi_chunk_to_host(m, c, !write_file, GEMINI_REASON_UPDATE);
+  return status ? status : gmi_chunk_settle_host(m, c);
+}
+
+/* What a load or a store transfers: a range of one arena, or of its slices. */
+typedef struct {
+  gmi_range_t range;
+  const gmi_arena_t *named; /* the caller's arena, and the range's offset there */
+  uint64_t named_offset, fd_offset;
+} transfer_t;
+
+/* All that can refuse a transfer; changes nothing but where chunks are. */
+static gemini_status_t file_prepare(gmi_manager_t *m, transfer_t *t, bool write_file) {
+  const gmi_range_t *r = &t->range;
+  gemini_status_t status = write_file ? GEMINI_OK : free_to_change(r);
+  for (uint64_t i = r->first; !status && i <= r->last; i++) status = file_check(r, &r->store->chunks[i], write_file);
+  if (!status && !write_file)
+    status = gmi_host_fits(m, "the range", ((uint64_t)r->last - r->first + 1) * gmi_slot_bytes(m), in_range, r);
+  return status;
+}
+
+/* Works chunk by chunk, so that the range may exceed the host budget. The lock is released during I/O; the chunk is
+ * held on the host meanwhile, for a load as a writer. A load has claimed the whole range, so that it is either refused
+ * as a whole or ends; one whose I/O fails half-way leaves the chunks before the failure loaded. A store claims nothing:
+ * a chunk that another thread acquires for writing meanwhile ends it. */
+static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int fd, bool write_file) {
+  const gmi_range_t *r = &t->range;
+  /* Before the first byte is read: an update that cannot be queued fails a load while nothing has changed. */
+  bool queued = false; /* does not matter: each chunk is checked again */
+  gemini_status_t status =
+      write_file ? gmi_updates_queue_range(m, r->store, r->first, r->last, &queued) : load_begin(m, r);
+  if (status) return status;
+  for (uint64_t i = r->first; !status && i <= r->last; i++) {
+    gmi_chunk_t *c = &r->store->chunks[i];
+    uint64_t begin, end, done = 0;
+    chunk_part(m, r, i, &begin, &end);
+    uint64_t at = t->fd_offset + (begin - r->offset);
+    bool zeros;
+    status = file_chunk_ready(m, r, c, write_file, &zeros);
+    if (status) break;
     gmi_chunk_hold_host(m, c, !write_file);
     gmi_unlock(m);
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_FD, (uint64_t)fd);
     status = zeros ? zeros_to_file(fd, end - begin, at)
-                   : transfer(fd, gmi_range_host(m, r.store, begin), end - begin, at, write_file, &done);
+                   : transfer(fd, gmi_range_host(m, r->store, begin), end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     gmi_chunk_unhold_host(m, c, !write_file);
     if (!write_file) {
       gmi_chunk_host_wrote(m, c);
-      if (done) gmi_arena_each(m, r.arena, begin, done, not_free, NULL);
+      if (done)
+        gmi_arena_each(m, gmi_arena_at(m, t->named->index), t->named_offset + (begin - r->offset), done, not_free,
+                       NULL);
     }
   }
-  if (!status && !write_file) range_written(m, &r);
+  if (!write_file) load_end(m, r, (uint64_t)r->last - r->first + 1);
+  return status;
+}
+
+/* Of a sharded arena, each rank transfers its slices, to and from their places in the file. The first pass only checks:
+ * a load of several slices is refused as a whole, too, unless another thread interferes. */
+static gemini_status_t file_slices(gmi_manager_t *m, const gmi_range_t *r, int fd, uint64_t fd_offset,
+                                   bool write_file) {
+  gemini_status_t status = gmi_gathered_settle(m, r, !write_file);
+  if (status) return status;
+  const gmi_slicing_t s = gmi_slicing(m, r->arena);
+  const uint64_t element = r->arena->element_bytes;
+  uint64_t end = (r->offset + r->size + element - 1) / element;
+  for (int pass = 0; pass < 2; pass++) {
+    gmi_slice_t slice;
+    for (uint64_t at = r->offset / element; !status && gmi_slice_find(&s, at, end, &slice);
+         at = slice.whole + slice.count) {
+      transfer_t t = { .named = r->arena, .named_offset = slice.whole * element };
+      uint64_t stop = t.named_offset + slice.count * element, skip = 0;
+      if (t.named_offset < r->offset) skip = r->offset - t.named_offset; /* the range begins within an element */
+      t.named_offset += skip;
+      if (stop > r->offset + r->size) stop = r->offset + r->size;
+      t.fd_offset = fd_offset + (t.named_offset - r->offset);
+      gmi_arena_t *slices = gmi_arena_slices(m, r->arena);
+      t.range = (gmi_range_t){ .arena = slices,
+                               .store = gmi_arena_at(m, slices->store),
+                               .offset = slice.slices * element + skip,
+                               .at = slice.slices * element + skip,
+                               .size = stop - t.named_offset };
+      gmi_range_chunks(m, &t.range);
+      status = pass ? file_transfer(m, &t, fd, write_file) : file_prepare(m, &t, write_file);
+    }
+  }
+  return status;
+}
+
+static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *theirs, int fd, uint64_t fd_offset,
+                                  bool write_file) {
+  gemini_access_t access;
+  gmi_range_t r;
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status && fd < 0) status = gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d, must be an open file descriptor", fd);
+  if (!status) status = gmi_range_ready_any(m, &access, &r);
+  if (status || !r.size) return status;
+  if (fd_offset > (uint64_t)INT64_MAX - r.size)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "fd_offset is %llu: the range would end behind the largest file offset",
+                    (unsigned long long)fd_offset);
+  /* A range of an arena is stored as it is: a caller that saves arenas saves their gradients, too. */
+  const bool sharded = gmi_arena_is_sharded(r.arena);
+  if ((r.tensor || !write_file) && gmi_range_content(m, &r, !write_file && !sharded) == GMI_CONTENT_WRONG)
+    return GEMINI_ERR_STATE;
+  if (!write_file && gmi_arena_is_gradients(r.arena))
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "gradients of arena %s, which is sharded, cannot be loaded",
+                    r.arena->name);
+  if (sharded) {
+    status = file_slices(m, &r, fd, fd_offset, write_file);
+  } else {
+    transfer_t t = { r, r.arena, r.offset, fd_offset };
+    status = file_prepare(m, &t, write_file);
+    if (!status) status = file_transfer(m, &t, fd, write_file);
+  }
+  if (!status && !write_file) gmi_range_written(m, &r);
   return status;
 }
 gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset) {
@@ -603,7 +711,6 @@ static gemini_status_t sum_chunks(gmi_manager_t *m, norm_t *n) {
 
 static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uint32_t dtype, gemini_stream_t stream,
                             double *norm_out) {
-  static const uint32_t widths[] = { 4, 2, 2, 8 };
   gemini_access_t access;
   gmi_range_t r;
   uint32_t s;
@@ -611,18 +718,27 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uin
   if (status) return status;
   if (!norm_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "norm_out is NULL");
   if (dtype > GEMINI_DTYPE_F64)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, the last one is %d", dtype, GEMINI_DTYPE_F64);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, must be 0 to %d", dtype, GEMINI_DTYPE_F64);
   status = gmi_stream_resolve(m, stream, &s);
-  if (!status) status = gmi_range_ready(m, &access, &r);
-  if (!status && r.arena->reused)
-    status = content_check(m, &r, false); /* of a gradient arena, bytes without a gradient count as zero */
+  if (!status) status = gmi_range_ready_any(m, &access, &r);
+  /* Of a gradient arena, bytes without a gradient count as zero. */
+  if (!status && r.arena->reused && gmi_range_content(m, &r, false) == GMI_CONTENT_WRONG) status = GEMINI_ERR_STATE;
   if (status) return status;
-  uint32_t width = widths[dtype];
+  uint32_t width = gmi_dtype_bytes(dtype);
   if (r.offset % width || r.size % width)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "range %llu + %llu bytes is no multiple of the dtype's %u",
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "the range, %llu + %llu bytes in the arena, is not made of elements of %u bytes (dtype)",
                     (unsigned long long)r.offset, (unsigned long long)r.size, width);
+  gmi_range_t named = r;
+  const bool sharded = gmi_arena_is_sharded(r.arena);
+  if (gmi_arena_is_gradients(r.arena)) status = gmi_reduce_all(m, r.arena);
+  if (sharded && !status) status = gmi_gathered_settle(m, &named, false);
+  if (status) return status;
+  if (sharded) gmi_range_slices(m, &named, &r);
   norm_t n = { .range = &r, .dtype = dtype, .width = width };
-  status = parts_of(m, &r, &n.parts);
+  if (sharded && r.size) parts_add(&n.parts, r.offset, r.offset + r.size);
+  else if (!sharded) status = parts_of(m, &r, &n.parts);
+  if (n.parts.lost) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the ranges of a norm");
   if (status) return status;
   uint64_t tiles = 0;
   for (uint64_t k = 0; k < n.parts.count; k++) {
@@ -643,6 +759,8 @@ static gemini_status_t norm(gmi_manager_t *m, const gemini_access_t *theirs, uin
   if (n.queued) gmi_leave_over(m, memory);
   else free(memory);
   free(n.parts.parts);
+  if (!status && sharded)
+    status = gmi_group_sum(m, gmi_group_at(m, named.arena->shard.group), gmi_range_name(m, &named), &sum);
   if (!status)
     *norm_out = isnan(sum) ? (double)NAN : sqrt(sum); /* one NaN for all: its bits would depend on the device */
   return status;

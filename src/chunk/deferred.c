@@ -14,6 +14,7 @@
 #include "base/thread.h"
 #include "chunk/deferred.h"
 #include "chunk/host.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/workers.h"
@@ -24,23 +25,23 @@ uint32_t gmi_updates_ahead(const gmi_manager_t *m, uint32_t chunks) {
   return most / chunks > 2 ? (uint32_t)(most / chunks) : 2;
 }
 
-void gmi_rest_insert(gmi_deferred_t *d, rest_t *rest, rest_t *before) {
+void gmi_rest_insert(gmi_deferred_t *d, gmi_rest_t *rest, gmi_rest_t *before) {
   rest->walk->refs++;
   rest->next = before;
   rest->previous = before ? before->previous : d->last;
   *(rest->previous ? &rest->previous->next : &d->first) = rest;
   *(before ? &before->previous : &d->last) = rest;
 }
-static void rest_remove(gmi_deferred_t *d, rest_t *rest) {
+static void rest_remove(gmi_deferred_t *d, gmi_rest_t *rest) {
   *(rest->previous ? &rest->previous->next : &d->first) = rest->next;
   *(rest->next ? &rest->next->previous : &d->last) = rest->previous;
-  walk_t *k = rest->walk;
+  gmi_walk_t *k = rest->walk;
   if (rest == k->tail) k->tail = NULL;
   free(rest);
   gmi_walk_unref(k);
 }
 
-void gmi_rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
+void gmi_rest_queued(gmi_deferred_t *d, gmi_rest_t *rest, const gmi_piece_t *p) {
   for (uint32_t i = 0; i < p->count; i++) {
     gmi_chunk_piece_queued(p->chunks[i], rest->left);
   }
@@ -49,10 +50,10 @@ void gmi_rest_queued(gmi_deferred_t *d, rest_t *rest, const piece_t *p) {
   if (rest->begin == rest->end) rest_remove(d, rest);
 }
 
-bool gmi_tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
-  rest_t *rest = malloc(sizeof *rest);
+bool gmi_tail_leave_one(gmi_deferred_t *d, gmi_walk_t *k, const gmi_piece_t *p) {
+  gmi_rest_t *rest = malloc(sizeof *rest);
   if (!rest) return false;
-  *rest = (rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
+  *rest = (gmi_rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
   gmi_rest_insert(d, rest, k->tail);
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_piece_left(p->chunks[i]);
   k->tail->begin = p->end;
@@ -61,8 +62,8 @@ bool gmi_tail_leave_one(gmi_deferred_t *d, walk_t *k, const piece_t *p) {
 }
 
 /* Needs no memory: the tail itself becomes the record. */
-void gmi_tail_leave(walk_t *k) {
-  piece_t p;
+void gmi_tail_leave(gmi_walk_t *k) {
+  gmi_piece_t p;
   k->tail->left = true;
   k->tail->next_use = UINT64_MAX;
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end) {
@@ -75,9 +76,9 @@ void gmi_tail_leave(walk_t *k) {
  * the next job or transfer has ended. */
 static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) {
   gmi_deferred_t *d = m->update.deferred;
-  rest_t *rest = d->first;
-  walk_t *k = rest->walk;
-  piece_t p = { .next_use = rest->next_use };
+  gmi_rest_t *rest = d->first;
+  gmi_walk_t *k = rest->walk;
+  gmi_piece_t p = { .next_use = rest->next_use };
   gmi_piece_at(k, rest->begin, rest->end, &p);
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p.count; i++) missing += !gmi_chunk_has_slot(p.chunks[i]);
@@ -111,7 +112,19 @@ gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
   return status;
 }
 
-gemini_status_t gmi_updates_queue_left(gmi_manager_t *m, const piece_t *p) {
+gemini_status_t gmi_updates_queue_range(gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t last,
+                                        bool *queued_out) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = first; !status && i <= last; i++) {
+    if (gmi_arena_is_sharded(store)) status = gmi_gathered_queue(m, &store->chunks[i], queued_out);
+    if (status) break;
+    *queued_out |= gmi_chunk_deferred(&store->chunks[i]) > 0;
+    status = gmi_updates_queue(m, &store->chunks[i]);
+  }
+  return status;
+}
+
+gemini_status_t gmi_updates_queue_left(gmi_manager_t *m, const gmi_piece_t *p) {
   gemini_status_t status = GEMINI_OK;
   bool waits;
   for (uint32_t i = 0; i < p->count; i++)
@@ -132,8 +145,8 @@ static void *defer_work(void *user) {
       status = queue_first(m, false, &waits);
       waits |= !d->first || !d->first->left;
     }
-    if (status && !d->told) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
-    d->told = status != GEMINI_OK;
+    if (status && !d->warned) gmi_log(m, GEMINI_LOG_WARNING, "an update is pending: %s", gmi_fail_message());
+    d->warned = status != GEMINI_OK;
     bool idle = !d->first || !d->first->left;
     if (idle) {
       if (!d->stop) gmi_lock_wait(m, &d->more);

@@ -23,8 +23,8 @@
 #include "core/workers.h"
 #include "io/store.h"
 
-/* A transfer. Created by transfer(), freed by reap_one(); a failed read lives on in the chunk's record until a caller
- * has been told or the chunk has been read again. */
+/* A transfer. Created by transfer(), freed by reap_one(); a failed read stays in the chunk's record until a caller has
+ * got its error or the chunk has been read again. */
 struct gmi_io {
   gmi_block_request_t request;
   gmi_manager_t *m;
@@ -56,7 +56,7 @@ static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
                                 .keep = m->file.checkpoint_name != NULL,
                                 .checkpoint_name = m->file.checkpoint_name,
                                 .sys = m->file.sys };
-#ifdef __SANITIZE_THREAD__ /* it cannot see the kernel's side of io_uring, and would report races that are none */
+#ifdef __SANITIZE_THREAD__ /* it cannot see what the kernel does for io_uring, and would report false races */
   if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
 #endif
   gemini_status_t status = gmi_store_open(&config, &m->file.store);
@@ -69,7 +69,7 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
   if (!m->config.file_bytes) return GEMINI_OK;
   /* Reserve the space now, so that a missing or full directory fails the open. The chunk size may not be known yet: the
    * smallest one stands in, and gmi_files_cut() opens the store again with the right size. */
-  uint64_t block = gmi_sizes_of(m, m->config.chunk_bytes ? m->config.chunk_bytes : 65536).block_bytes;
+  uint64_t block = gmi_sizes_of(m, gmi_chunk_min(m)).block_bytes;
   while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
   return store_open(m, block);
 }
@@ -121,7 +121,7 @@ void gmi_files_close(gmi_manager_t *m) {
 /* ---- transfers */
 /* Called on a thread of the I/O engine, without the manager's lock. Publishes the transfer first and advances the
  * slot's count second, so a thread that sees the count finds the transfer in the list. The push (release, by the
- * compare-and- swap) pairs with the exchange in gmi_files_poll(), which takes the whole list, so there is no ABA
+ * compare-and-swap) pairs with the exchange in gmi_files_poll(), which takes the whole list, so there is no ABA
  * problem. */
 static void finished(gmi_block_request_t *request) {
   gmi_io_t *io = request->user;

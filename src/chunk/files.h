@@ -27,7 +27,8 @@ void gmi_file_drop(gmi_manager_t *m, gmi_chunk_t *c); /* gives back its block; i
 /* The same for a block that the chunk's record has lost already. GMI_NONE: there is none, and the block of
  * a write under way, whose bytes are now outdated, must not become the chunk's. */
 void gmi_file_drop_block(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block);
-/* Reduces the bytes in files to at most bytes, as far as that loses none. */
+/* Gives blocks back until at most `bytes` are in files, or only blocks are left that hold the only copy of their
+ * chunk. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes);
 gemini_status_t gmi_files_resize(gmi_manager_t *m, uint64_t bytes);
 /* Registers host memory as a buffer of transfers, or removes it when no transfer uses it. */

@@ -7,7 +7,7 @@
  * of the capture; the order repeats in every replay. A replay begins with empty ring frames and copies everything it
  * reads, so it sees what host memory holds then.
  *
- * The graph's nodes contain addresses, on the device and on the host, which must stay right. So its chunks keep their
+ * The graph's nodes contain addresses, on the device and on the host, which must stay valid. So its chunks keep their
  * host slots while it exists (gmi_chunk_graphs_add()), and gemini_graph_enter() maps ring frames at their device
  * addresses again where something else was mapped since. Between enter and leave the chunks are held as if written on
  * the host, so no other call can use them on the device.
@@ -17,7 +17,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/array.h"
 #include "chunk/arena.h"
+#include "chunk/content.h"
 #include "chunk/cut.h"
 #include "chunk/graph.h"
 #include "chunk/host.h"
@@ -200,7 +202,9 @@ gemini_status_t gemini_graph_begin(gemini_manager_t mgr, gemini_stream_t stream,
 static gemini_status_t not_capturing(gmi_manager_t *m, const gmi_graph_t *g, gemini_status_t refusal) {
   bool active = false;
   gemini_status_t status = m->device.ops->capture.active(m->device.self, g->capture, &active);
-  return active || status == GEMINI_ERR_STATE ? gmi_fail(refusal, 0, "its stream is still being captured") : status;
+  return active || status == GEMINI_ERR_STATE
+             ? gmi_fail(refusal, 0, "the graph's stream is still being captured: end the capture first")
+             : status;
 }
 
 static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
@@ -208,7 +212,7 @@ static gemini_status_t graph_end(gmi_manager_t *m, gemini_graph_t handle) {
   if (!g) return GEMINI_ERR_HANDLE;
   if (g->state != GRAPH_OPEN) return gmi_fail(GEMINI_ERR_STATE, 0, "the graph has ended already");
   if (g->failure)
-    return gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of the capture: it can only be destroyed");
+    return gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of the capture: the graph can only be destroyed");
   gemini_status_t status = not_capturing(m, g, GEMINI_ERR_STATE);
   if (status) return status;
   m->device.ops->capture.close(m->device.self, g->capture);
@@ -282,25 +286,17 @@ static part_t *part_find(const gmi_graph_t *g, const gmi_chunk_t *c) {
   return NULL;
 }
 
-/* Room for one more. */
-static bool grow(void **array, uint32_t *capacity, uint32_t count, size_t element_bytes) {
-  if (count < *capacity) return true;
-  uint32_t larger = *capacity ? *capacity * 2 : 64;
-  void *grown = realloc(*array, larger * element_bytes);
-  if (!grown) return false;
-  *array = grown;
-  *capacity = larger;
-  return true;
-}
 static gemini_status_t no_memory(void) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a graph's record");
 }
 
-/* The part of a chunk, which is added to the graph when it is none yet. */
+/* Finds the graph's part_t of a chunk, or adds one. */
 static gemini_status_t part_take(gmi_graph_t *g, gmi_chunk_t *c, part_t **part_out) {
   *part_out = part_find(g, c);
   if (*part_out) return GEMINI_OK;
-  if (!grow((void **)&g->parts, &g->part_capacity, g->part_count, sizeof *g->parts)) return no_memory();
+  part_t *parts = gmi_array_room(g->parts, g->part_count, &g->part_capacity, sizeof *parts);
+  if (!parts) return no_memory();
+  g->parts = parts;
   gmi_chunk_graphs_add(c);
   *part_out = &g->parts[g->part_count++];
   **part_out = (part_t){ .chunk = c, .ring_index = GMI_NONE, .kept = gmi_chunk_device_users(c) };
@@ -361,8 +357,9 @@ static gemini_status_t too_small(gmi_manager_t *m, const gmi_graph_t *g) {
 }
 
 /* Assigns the chunk a ring frame if it has none, and adds the copy into it to the capture. What comes later in the
- * capture is not known, so the choice is least recently used, which is as good as any for operators that run in turn,
- * and back. The assignment cannot change, so a chunk whose ring frame holds another acquired chunk is refused. */
+ * capture is not known, so the least recently used frame is chosen, which is as good as knowing the future for
+ * operators that run in order, or in order and back. The assignment cannot change, so a chunk whose ring frame holds
+ * another acquired chunk is refused. */
 static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t part) {
   part_t *p = &g->parts[part];
   gmi_chunk_t *c = p->chunk;
@@ -375,7 +372,7 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
     const gmi_chunk_t *other = g->parts[taken->part].chunk;
     return gmi_fail(GEMINI_ERR_OOM_DEVICE, 0,
                     "%s: chunks of arena %s at %llu and of %s at %llu share one frame of the graph, and are acquired "
-                    "at once: begin it with more than %llu bytes",
+                    "at once: begin the graph with more than %llu bytes",
                     op_name(m, g), name_of(m, c), (unsigned long long)c->index << m->cut.chunk_shift, name_of(m, other),
                     (unsigned long long)other->index << m->cut.chunk_shift,
                     (unsigned long long)(g->ring_count * gmi_frame_bytes(m)));
@@ -393,7 +390,9 @@ static gemini_status_t part_fetch(gmi_manager_t *m, gmi_graph_t *g, uint32_t par
 }
 
 static gemini_status_t usable(const gmi_graph_t *g) {
-  return g->failure ? gmi_fail(GEMINI_ERR_STATE, 0, "the device refused a part of this capture") : GEMINI_OK;
+  return g->failure ? gmi_fail(GEMINI_ERR_STATE, 0,
+                               "the device refused an earlier part of this capture: end it and destroy the graph")
+                    : GEMINI_OK;
 }
 
 /* Checks the mode and tier of an access inside a capture, and resolves its range. */
@@ -417,19 +416,36 @@ static gemini_status_t wrong_content(gmi_manager_t *m, const content_t *c) {
                               : "parameter %s cannot be used: its gradient has taken its bytes",
                   name);
 }
-/* Records which of parameter and gradient a range that is read holds, for the check of each replay. Fails when it holds
- * the other one now. */
-static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
-  if (!r->tensor || (r->arena->store == r->arena->index && !r->arena->reused)) return GEMINI_OK;
-  content_t c = { .index = (uint32_t)(r->tensor - m->tensors.at),
-                  .life = atomic_load(&r->tensor->life),
-                  .gradient = r->arena->store != r->arena->index };
-  if (!has_content(m, &c)) return wrong_content(m, &c);
+/* Records whether a range that is read holds parameters or their gradients, so that each replay can check it. Fails if
+ * the range does not hold what the access names. */
+typedef struct {
+  gmi_graph_t *graph;
+  bool gradient;
+  gemini_status_t status;
+} content_add_t;
+static void content_add_one(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  content_add_t *add = user;
+  gmi_graph_t *g = add->graph;
+  content_t c = { .index = (uint32_t)(t - m->tensors.at), .life = atomic_load(&t->life), .gradient = add->gradient };
+  if (add->status) return;
+  if (!has_content(m, &c)) {
+    add->status = wrong_content(m, &c);
+    return;
+  }
   for (uint32_t i = 0; i < g->content_count; i++)
-    if (g->contents[i].index == c.index && g->contents[i].life == c.life) return GEMINI_OK;
-  if (!grow((void **)&g->contents, &g->content_capacity, g->content_count, sizeof *g->contents)) return no_memory();
-  g->contents[g->content_count++] = c;
-  return GEMINI_OK;
+    if (g->contents[i].index == c.index && g->contents[i].life == c.life) return;
+  content_t *contents = gmi_array_room(g->contents, g->content_count, &g->content_capacity, sizeof *contents);
+  if (!contents) {
+    add->status = no_memory();
+    return;
+  }
+  g->contents = contents;
+  contents[g->content_count++] = c;
+}
+static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_range_t *r) {
+  content_add_t add = { .graph = g, .gradient = r->arena->store != r->arena->index };
+  if (gmi_range_shares(r)) gmi_range_each(m, r, content_add_one, &add);
+  return add.status;
 }
 
 static gmi_lease_key_t lease_of(const gmi_graph_t *g, const gemini_access_t *access, const gmi_range_t *r) {

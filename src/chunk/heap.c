@@ -2,8 +2,8 @@
  *
  * Free blocks are in lists by size class; two bitmaps find the smallest class that is not empty with two bit scans. An
  * allocation cuts its block from the low end of a free block, a free merges with free neighbours, both in constant time
- * but for the pages they touch. This differs from TLSF as published in two ways: a request first looks for a close fit
- * in its own class, and records are found by a hash of the offset instead of by a header in the block.
+ * except for the pages that they touch. This differs from TLSF as published in two ways: a request first looks for a
+ * close fit in its own class, and records are found by a hash of the offset instead of by a header in the block.
  *
  * Each operation first reserves memory for its records, and changes the heap only when that has succeeded, so a failed
  * call changes nothing. gmi_heap_free() needs no memory and cannot fail for a lack of it. */

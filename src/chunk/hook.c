@@ -66,8 +66,8 @@ static gmi_manager_t *enter(uint32_t entry) {
  * call. */
 static void leave(uint32_t entry) { atomic_fetch_sub_explicit(&entries[entry].users, 1, memory_order_release); }
 
-/* Relaxed: whoever frees a pointer got it from an allocation that stored base and range before. Any other value can
- * only select the wrong entry, and hook_free() asks again after enter(). */
+/* Relaxed: the thread that frees a pointer got it from an allocation that stored base and range before. Any other value
+ * can only select the wrong entry, and hook_free() calls lies_in() again after enter(). */
 static bool lies_in(uint32_t entry, const void *ptr) {
   uintptr_t base = atomic_load_explicit(&entries[entry].base, memory_order_relaxed);
   return base && (uintptr_t)ptr - base < atomic_load_explicit(&entries[entry].range, memory_order_relaxed);
@@ -97,8 +97,8 @@ static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child }
 static gemini_status_t hook_set(gmi_manager_t *m, uint32_t flags) {
   if (flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", flags);
   if (m->config.device_ordinal >= DEVICES)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "device %u cannot be hooked, the last one is %d", m->config.device_ordinal,
-                    DEVICES - 1);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "device_ordinal is %u, a hook serves devices 0 to %d",
+                    m->config.device_ordinal, DEVICES - 1);
   gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&table_lock);
   uint32_t has = atomic_load(&serving[m->config.device_ordinal]);
@@ -116,7 +116,7 @@ gemini_status_t gemini_hook_set(gemini_manager_t mgr, uint32_t flags) {
   API_RETURN(m ? hook_set(m, flags) : GEMINI_ERR_HANDLE);
 }
 
-/* Returns whether m was serving its device. The caller holds table_lock. */
+/* Ends the service. Returns whether m was serving its device. The caller holds table_lock. */
 static bool serve_no_more(gmi_manager_t *m) {
   uint32_t mine = m->identity.entry + 1;
   return m->config.device_ordinal < DEVICES &&
@@ -143,7 +143,7 @@ void gmi_hook_close(gmi_manager_t *m) {
   pthread_mutex_unlock(&table_lock);
   atomic_store(&entries[m->identity.entry].manager, NULL);
   while (atomic_load(&entries[m->identity.entry].users)) sched_yield();
-  gmi_lock(m, "gemini_manager_close"); /* taking the lock drains put-aside frees, but for those that would block */
+  gmi_lock(m, "gemini_manager_close"); /* taking the lock drains put-aside frees, except those that would block */
   uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL, *unused = NULL;
@@ -171,9 +171,9 @@ bool gmi_hook_left(const void *base, uint64_t range) {
   return l != NULL;
 }
 
-/* Counts a free of a pointer of a manager that is closed or closing: a closed one's range is forgotten with the last
- * free, for a closing one gmi_hook_close() subtracts them. Ignores a free of the parent process's pointer. False: the
- * pointer is none of these. */
+/* Counts the free of a pointer that belongs to a closed or a closing manager. The range of a closed manager is
+ * forgotten with its last free; for a closing manager, gmi_hook_close() subtracts the frees. Ignores the free of a
+ * pointer of the parent process. Returns false if the pointer is none of these. */
 static bool left_freed(const void *ptr) {
   pthread_mutex_lock(&table_lock);
   for (uint32_t i = 0; i < GMI_MANAGERS; i++) {
@@ -195,7 +195,8 @@ static bool left_freed(const void *ptr) {
 /* ---- allocation */
 /* Logs this thread's recorded failure, the first time only. The caller holds the manager's lock. */
 static void tell(gmi_manager_t *m) {
-  if (!m->hook.warned) gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later ones are not logged)", gmi_fail_message());
+  if (!m->hook.warned)
+    gmi_log(m, GEMINI_LOG_WARNING, "hook: %s (later failures of hooks are not logged)", gmi_fail_message());
   m->hook.warned = true;
 }
 
@@ -285,7 +286,7 @@ static void *hook_malloc(const char *operation, uint64_t size, bool negative, in
     status = gmi_fail(GEMINI_ERR_STATE, 0, "no manager serves device %d: gemini_hook_set() comes first", device);
   } else {
     gmi_lock_beside(m, operation);
-    if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is negative");
+    if (negative) status = gmi_fail(GEMINI_ERR_INVALID, 0, "size is %lld, must not be negative", (long long)size);
     else status = hook_alloc(m, size, native, &ptr);
     if (status) tell(m);
     gmi_unlock_quietly(m);
@@ -301,7 +302,7 @@ static gemini_status_t hook_free_in(gmi_manager_t *m, const char *operation, voi
     if (put_aside(m, ptr, native)) return GEMINI_OK;
     gmi_lock_beside(m, operation); /* the list could not grow: blocking is the last resort */
   } else {
-    gmi_watch_locked(m, operation);
+    gmi_watch_locked(&m->watch, operation);
   }
   if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) drain(m, false);
   gemini_status_t status = free_or_put_aside(m, ptr, native, false);

@@ -110,7 +110,7 @@ void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes) {
     uint64_t gap = slots > chunks ? (slots - chunks) / (2 * arenas + 2) : 0;
     for (uint32_t i = 0; i < GMI_ARENAS; i++) {
       gmi_arena_t *a = gmi_arena_at(m, i);
-      if (!a || a->store != i) continue;
+      if (!a || !gmi_arena_has_tiers(a)) continue;
       uint64_t count = (atomic_load(&a->size) + sizes->chunk_bytes - 1) / sizes->chunk_bytes;
       chunks += count;
       arenas++;
@@ -361,7 +361,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
       if (status) return status;
       return gmi_fail(
           GEMINI_ERR_OOM_HOST, 0, "%s %llu bytes %s not fit in host memory: %llu of the budget %llu are in use%s",
-          count > 1 ? "slots of together" : "a slot of", (unsigned long long)(count * gmi_slot_bytes(m)),
+          count > 1 ? "slots that take" : "a slot of", (unsigned long long)(count * gmi_slot_bytes(m)),
           count > 1 ? "do" : "does", (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
           m->file.store ? " by chunks that are acquired" : " and there is no file tier");
     }
@@ -502,10 +502,11 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
     if (cost < least) least = cost, best = slot;
   }
   if (best == GMI_NONE)
-    return gmi_fail(GEMINI_ERR_OOM_HOST, 0,
-                    "%u chunks of arena %s cannot be adjacent in host memory: chunks that are acquired lie between, in "
-                    "a budget of %llu bytes",
-                    count, store->name, (unsigned long long)m->config.host_bytes);
+    return gmi_fail(
+        GEMINI_ERR_OOM_HOST, 0,
+        "%u chunks of arena %s cannot be adjacent in host memory: chunks that are acquired lie between them, in "
+        "a budget of %llu bytes",
+        count, store->name, (unsigned long long)m->config.host_bytes);
   for (uint32_t i = 0; i < count && !status; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
     uint32_t slot = best + i;
@@ -600,9 +601,10 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   uint32_t slot = first;
   for (; !status && slot < end; slot++) {
     if (slot >= m->host.slot_count)
-      status =
-          gmi_fail(GEMINI_ERR_BUSY, 0, "the host budget was reduced to %llu bytes while blocks exist: free them first",
-                   (unsigned long long)m->config.host_bytes);
+      status = gmi_fail(
+          GEMINI_ERR_BUSY, 0,
+          "the host budget was reduced to %llu bytes while blocks of gemini_host_alloc() exist: free them first",
+          (unsigned long long)m->config.host_bytes);
     if (!status) status = gmi_host_room(m, 1);
     if (!status && !is_free(m, slot)) {
       uint32_t other = free_run(m, 0, 1);
@@ -656,7 +658,7 @@ static gemini_status_t host_alloc(gmi_manager_t *m, uint64_t size, uint64_t alig
                     (unsigned long long)size, (unsigned long long)m->config.host_bytes);
   gemini_status_t status = gmi_cut(m);
   if (!status && !m->host.slot_count)
-    status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, holds no slot of %llu bytes",
+    status = gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the host budget, %llu bytes, is less than one chunk takes there, %llu",
                       (unsigned long long)m->config.host_bytes, (unsigned long long)gmi_slot_bytes(m));
   if (!status && m->host.heap && !blocks_figures(m).block_count && m->host.block_slots != m->host.slot_count) {
     gmi_host_heap_end(m); /* the budget has changed: open a heap of the new size; an old one with live blocks stays */
@@ -686,7 +688,8 @@ gemini_status_t gemini_host_alloc(gemini_manager_t mgr, uint64_t size_bytes, uin
 static gemini_status_t host_free(gmi_manager_t *m, void *ptr) {
   if (!ptr) return GEMINI_OK;
   gemini_status_t status = m->host.heap ? gmi_host_heap_free(m->host.heap, ptr) : GEMINI_ERR_INVALID;
-  if (status == GEMINI_ERR_INVALID) return gmi_fail(status, 0, "%p is no live block of this manager", ptr);
+  if (status == GEMINI_ERR_INVALID)
+    return gmi_fail(status, 0, "%p is not the start of a live block of this manager", ptr);
   gmi_stat_set(&m->stats.host_alloc_bytes, gmi_host_allocs(m));
   gmi_updates_room(m);
   return status;

@@ -82,7 +82,7 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
     m->config.host_bytes = gmi_limits_default_host_bytes(&limits, false);
     if (!m->config.host_bytes)
       return gmi_fail(GEMINI_ERR_INVALID, 0,
-                      "host_bytes is 0, but the system does not tell how much memory is free: set it");
+                      "host_bytes is 0, but the system does not tell how much memory is free: set host_bytes");
   }
   gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
   status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
@@ -176,8 +176,9 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
   uint64_t now = changed ? has : want;
   status = now ? m->device.ops->memory.host_lock(m->device.self, base, now) : GEMINI_OK;
   if (status) {
-    if (status == GEMINI_ERR_INVALID) status = GEMINI_ERR_DEVICE; /* INVALID would blame the caller's arguments */
-    changed = gmi_fail(status, 0, "the device could not page-lock %llu bytes", (unsigned long long)now);
+    if (status == GEMINI_ERR_INVALID) /* which would blame the caller's arguments */
+      status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device knows this memory by other bounds");
+    changed = gmi_fail_device(status, "the device could not page-lock %llu bytes", (unsigned long long)now);
     if (now > has && gmi_reserve_decommit(m->host.reserve, begin + has, now - has) == GEMINI_OK) now = has;
     /* Without the lock the memory is still usable, but copies from and to it are slow, or fail. */
     if (now && m->device.ops->memory.host_lock(m->device.self, base, now))

@@ -21,7 +21,7 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
     gmi_range_t r;
     uint32_t tier = accesses[k].tier;
     if (tier >= GEMINI_TIER_COUNT)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, the last one is %d", tier, GEMINI_TIER_FILE);
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", tier, GEMINI_TIER_FILE);
     status = gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
       gmi_chunk_t *c = &r.store->chunks[i];
@@ -40,15 +40,20 @@ static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *acces
   gemini_status_t status = each_check(m, accesses, count, hold);
   if (!status) status = gmi_cut(m);
   gmi_range_t r;
+  bool queued = false;
+  for (uint64_t k = 0; !status && hold && k < count; k++) {
+    status = gmi_range_resolve(m, &accesses[k], &r);
+    if (!status) status = gmi_updates_queue_range(m, r.store, r.first, r.last, &queued);
+  }
+  if (!status && queued) status = each_check(m, accesses, count, hold); /* again, as callbacks ran without the lock */
   if (status) return status;
   uint64_t held = 0;
   for (uint64_t k = 0; !status && k < count; k++) {
     gmi_range_resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
       gmi_chunk_t *c = &r.store->chunks[i];
-      if (hold) status = gmi_updates_queue(m, c);
-      else if (gmi_chunk_deferred(c)) continue;
-      if (!status) status = fn(m, c, accesses[k].tier);
+      if (!hold && gmi_chunk_deferred(c)) continue;
+      status = fn(m, c, accesses[k].tier);
       if (status || !hold || accesses[k].tier != GEMINI_TIER_DEVICE) continue;
       const char *why = gmi_chunk_hold(m, c, GEMINI_TIER_DEVICE, GEMINI_READ);
       if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, &r), why);
@@ -125,10 +130,12 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *theirs) {
   if (!status) status = gmi_range_ready(m, &access, &r);
   if (status) return status;
   uint64_t pinned = 0;
+  bool queued = false;
+  status = gmi_updates_queue_range(m, r.store, r.first, r.last, &queued);
+  if (!status && queued) status = gmi_range_resolve(m, &access, &r); /* again, as callbacks ran without the lock */
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_chunk_t *c = &r.store->chunks[i];
-    status = gmi_updates_queue(m, c);
-    if (!status) status = move_chunk(m, c, GEMINI_TIER_DEVICE);
+    status = move_chunk(m, c, GEMINI_TIER_DEVICE);
     const char *why = status ? NULL : gmi_chunk_pin(m, c);
     if (why) status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of %s is %s", gmi_range_name(m, &r), why);
     if (status) break;

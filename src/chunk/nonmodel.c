@@ -60,7 +60,7 @@ static gemini_status_t reserve_new(gmi_manager_t *m, uint64_t range, void **base
     void **grown = realloc(held, (held_count + 1) * sizeof *held);
     if (!grown) {
       m->device.ops->memory.unreserve(m->device.self, base, range);
-      status = GEMINI_ERR_OOM_SYSTEM;
+      status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a list of ranges");
       break;
     }
     held = grown;
@@ -81,7 +81,7 @@ static gemini_status_t reserve_once(gmi_manager_t *m) {
   void *base = NULL;
   gemini_status_t status = reserve_new(m, range, &base);
   if (status)
-    return gmi_fail(status, 0, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
+    return gmi_fail_device(status, "no address range of %llu bytes for non-model memory", (unsigned long long)range);
   m->nonmodel.base = base;
   m->nonmodel.range = range;
   return GEMINI_OK;

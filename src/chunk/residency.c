@@ -21,6 +21,7 @@
 #include "chunk/host.h"
 #include "chunk/nonmodel.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "core/manager.h"
 #include "core/streams.h"
 
@@ -74,7 +75,7 @@ gemini_status_t gmi_map(gmi_manager_t *m, void *address, uint32_t frame, gmi_map
    * true. */
   if (status) m->device.ops->memory.unmap(m->device.self, address, gmi_frame_bytes(m));
   mapping->frame_1 = status ? 0 : frame + 1;
-  return status ? gmi_fail(status, 0, "the device could not map %llu bytes", (unsigned long long)gmi_frame_bytes(m))
+  return status ? gmi_fail_device(status, "the device could not map %llu bytes", (unsigned long long)gmi_frame_bytes(m))
                 : status;
 }
 
@@ -102,7 +103,7 @@ static void unmap_chunks(gmi_manager_t *m, const gmi_arena_t *store, uint32_t fr
 static void unmap_from(gmi_manager_t *m, uint32_t frame) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && a->store == i) unmap_chunks(m, a, frame);
+    if (a && gmi_arena_has_chunks(a)) unmap_chunks(m, a, frame);
   }
   for (uint64_t page = 0; page < m->nonmodel.page_high; page++) {
     gmi_mapping_t *mapping = &m->nonmodel.pages[page].mapping;
@@ -213,7 +214,7 @@ static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
   uint64_t best_next = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
-    if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c)) continue;
+    if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c) || gmi_chunk_is_gathered(m, c)) continue;
     if (clean && gmi_chunk_has_only(c, GMI_VALID_DEVICE)) continue;
     uint64_t next = m->trace.advice->next_use(m, c), last = gmi_chunk_touched(c);
     if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
@@ -225,21 +226,23 @@ static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
 }
 
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
-  uint64_t pinned = 0, acquired = 0, frame_bytes = gmi_frame_bytes(m);
+  uint64_t pinned = 0, acquired = 0, gathered = 0, frame_bytes = gmi_frame_bytes(m);
   for (uint32_t i = 0; i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c) continue;
     if (gmi_chunk_device_users(c)) acquired += frame_bytes;
+    else if (gmi_chunk_is_gathered(m, c)) gathered += frame_bytes;
     else if (gmi_chunk_is_pinned(c)) pinned += frame_bytes;
   }
   const char *op = m->trace.advice->op_name(m);
   return gmi_fail(
       GEMINI_ERR_OOM_DEVICE, 0,
       "%s%s%llu more bytes of device memory are needed: of the budget %llu less margin %llu, chunks "
-      "acquired hold %llu, pinned %llu, graphs %llu, non-model memory %llu (%llu of it live)",
+      "acquired hold %llu, pinned %llu, gathered %llu, graphs %llu, non-model memory %llu (%llu of it live)",
       op ? op : "", op ? ": " : "", (unsigned long long)need_bytes, (unsigned long long)m->config.device_bytes,
       (unsigned long long)m->config.device_margin_bytes, (unsigned long long)acquired, (unsigned long long)pinned,
-      (unsigned long long)m->graphs.frames * frame_bytes, (unsigned long long)m->nonmodel.frames * frame_bytes,
+      (unsigned long long)gathered, (unsigned long long)m->graphs.frames * frame_bytes,
+      (unsigned long long)m->nonmodel.frames * frame_bytes,
       (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
@@ -258,8 +261,8 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     gemini_status_t status =
         m->device.ops->memory.frame_create(m->device.self, gmi_frame_bytes(m), &m->frames.at[frame].handle);
     if (status)
-      return gmi_fail(status, 0, "the device could not create a frame of %llu bytes",
-                      (unsigned long long)gmi_frame_bytes(m));
+      return gmi_fail_device(status, "the device could not create a frame of %llu bytes",
+                             (unsigned long long)gmi_frame_bytes(m));
     m->frames.unmade_count--;
     m->frames.made++;
     m->frames.at[frame].ready = 0;
@@ -310,9 +313,14 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     }
     status = gmi_fence_sync(m, m->frames.at[frame].ready);
     unmap_from(m, frame); /* a frame must be idle and unmapped everywhere before it is destroyed */
-    if (!status && m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m)))
-      status = gmi_fail(GEMINI_ERR_DEVICE, 0, "the device could not free a frame of %llu bytes",
+    if (!status) {
+      status = m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m));
+      if (status == GEMINI_ERR_INVALID)
+        status = GEMINI_ERR_DEVICE; /* it is mapped: it could not be unmapped just now */
+      if (status)
+        gmi_fail_device(status, "the device could not free a frame of %llu bytes",
                         (unsigned long long)gmi_frame_bytes(m));
+    }
     if (status) {
       m->frames.used++; /* gmi_frame_give() decrements it */
       gmi_frame_give(m, frame, m->frames.at[frame].ready);
@@ -343,18 +351,24 @@ static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi
   m->rate.timed[m->rate.timed_count++].link = link;
 }
 
-/* Queues the copy in three steps: the link's stream waits for the slot's users (the fence covers queued copies, the
- * flag updates and transfers, which are not device work), then copies, then places the mark that becomes the slot's
- * fence. The caller has made the stream wait for the frame's users. */
+/* The fence covers queued copies, the flag updates and transfers, which are not device work. */
+gemini_status_t gmi_chunk_wait_slot(gmi_manager_t *m, uint32_t stream, const gmi_chunk_t *c) {
+  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
+  gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
+  if (!status && gmi_chunk_work_pending(m, c))
+    status = m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
+  return status;
+}
+
+/* Queues the copy in three steps: the link's stream waits for the slot's users, then copies, then places the mark that
+ * becomes the slot's fence. The caller has made the stream wait for the frame's users. */
 static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,
                                   gmi_fence_t *fence_out) {
   const uint32_t stream = link->stream;
   gmi_fence_t begin, end;
   gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
   uint64_t bytes = gmi_copy_bytes(m, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST);
-  gemini_status_t status = gmi_fence_wait(m, stream, slot->fence);
-  if (!status && gmi_chunk_work_pending(m, c))
-    status = m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
+  gemini_status_t status = gmi_chunk_wait_slot(m, stream, c);
   if (!status) status = gmi_fence_now(m, stream, &begin);
   bool queued = !status; /* false: nothing uses the slot beyond what its fence covers already */
   if (queued) {
@@ -370,7 +384,8 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
     slot->fence = gmi_fence_later(m, stream);
     if (!gmi_link_is_fetch(link)) gmi_chunk_copied(c, slot->fence);
   }
-  if (status) return gmi_fail(status, 0, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes);
+  if (status)
+    return gmi_fail_device(status, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes);
   time_copy(m, link, begin, end);
   gmi_link_moved(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
@@ -400,6 +415,7 @@ static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
 
 gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
   if (gmi_chunk_is_resident(c)) return GEMINI_OK;
+  if (gmi_chunk_is_gathered(m, c)) return gmi_gathered_fetch(m, c, fresh, reason, flags);
   const char *why = gmi_chunk_busy(c, GMI_TO_FETCH);
   if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
   if (gmi_chunk_io(c)) gmi_files_poll(m);
@@ -450,7 +466,12 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
 static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fence_t fence) {
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
+  if (gmi_chunk_is_gathered(m, c)) gmi_gathered_count(m, c, -1u);
   m->trace.observer->counters_change(m);
+}
+
+void gmi_chunk_leave_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence) {
+  give_frame(m, c, gmi_chunk_departed(m, c, becomes, fence), fence);
 }
 
 void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -460,7 +481,7 @@ void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(departs);
   (void)departs;
   gmi_fence_t used = gmi_chunk_used(m, c); /* before departed(), which clears the fences; includes copies out */
-  give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
+  gmi_chunk_leave_frame(m, c, 0, used);
 }
 
 void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -490,7 +511,7 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
                     gmi_chunk_arena(m, c)->name);
   if (!copy) {
     gmi_fence_t used = gmi_chunk_used(m, c);
-    give_frame(m, c, gmi_chunk_departed(m, c, 0, used), used);
+    gmi_chunk_leave_frame(m, c, 0, used);
     return GEMINI_OK;
   }
   gmi_chunk_refilled(m, c);
@@ -501,7 +522,7 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
     gmi_chunk_departs_not(c, word);
     return status;
   }
-  give_frame(m, c, gmi_chunk_departed(m, c, GMI_VALID_HOST, fence), fence);
+  gmi_chunk_leave_frame(m, c, GMI_VALID_HOST, fence);
   return GEMINI_OK;
 }
 

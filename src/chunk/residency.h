@@ -30,8 +30,10 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
  * device copy as well. BUSY when the device copy is acquired for writing, or with drop, when it is acquired or
  * pinned. */
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason);
-/* Takes the frame without writing back. The bytes must be valid in another tier, and nobody may hold the chunk on the
- * device. */
+/* After gmi_chunk_departs(): the frame goes back to the pool. becomes, fence: as of gmi_chunk_departed(). */
+void gmi_chunk_leave_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence);
+/* Takes the frame without writing back. The bytes must be valid in another tier, and the chunk must have no users on
+ * the device. */
 void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c);
 /* Leaves the chunk with a valid copy in a file, or as zeros, and without frame and slot. Blocks until it is written. */
 gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
@@ -40,6 +42,8 @@ void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c);
 /* The device copy, or the host copy, has been or is about to be written: the other copies become invalid. */
 void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c);
+/* Makes stream wait until the chunk's slot, which it has, can be read and written. */
+gemini_status_t gmi_chunk_wait_slot(gmi_manager_t *m, uint32_t stream, const gmi_chunk_t *c);
 uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Maps a frame at the address of a chunk or of a heap page. Blocks until queued work has left the frame mapped there
  * before; returns at once when it is the same frame. */
@@ -56,6 +60,5 @@ void gmi_frames_free(gmi_manager_t *m);
 /* Records the error of a lack of need_bytes, with what holds the device's memory; returns GEMINI_ERR_OOM_DEVICE. */
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);
 void gmi_rate_add(gmi_rate_t *rate, double ns);
-gmi_arena_t *gmi_chunk_arena(gmi_manager_t *m, const gmi_chunk_t *c);
 
 #endif

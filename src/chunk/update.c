@@ -8,20 +8,20 @@
 #include <stdlib.h>
 
 #include "base/abi.h"
+#include "base/array.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/deferred.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
 #include "core/workers.h"
 
-enum { CHUNK_PIECES = 2 }; /* most pieces of one update that contain the same chunk */
-
-void gmi_piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
+void gmi_piece_at(const gmi_walk_t *k, uint64_t begin, uint64_t end, gmi_piece_t *p) {
   p->begin = begin;
   p->end = (begin / k->unit + 1) * k->unit < end ? (begin / k->unit + 1) * k->unit : end;
   p->count = 0;
@@ -41,17 +41,26 @@ void gmi_piece_at(const walk_t *k, uint64_t begin, uint64_t end, piece_t *p) {
   }
 }
 
-/* The piece's span, but for ptr. */
-static gemini_update_span_t piece_span(const walk_t *k, const piece_t *p, uint32_t tier) {
+/* The piece's span without ptr, which the caller sets. A piece of sharded arenas is one slice: what equal slices leave
+ * over is the last rank's alone. */
+static gemini_update_span_t piece_span(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t tier) {
+  uint64_t count = p->end - p->begin;
+  if (k->slicing.chunk && count > k->slicing.own) count = k->slicing.own;
   return (gemini_update_span_t){ .struct_size = sizeof(gemini_update_span_t),
                                  .tier = tier,
                                  .first_element = p->begin,
-                                 .element_count = p->end - p->begin,
+                                 .element_count = count,
                                  .arena_count = k->u.arena_count };
 }
 
+/* From elements of the slices to those of the caller's arenas. */
+static uint64_t named_shift(const gmi_walk_t *k, const gmi_piece_t *p) {
+  const gmi_slicing_t *s = &k->slicing;
+  return s->chunk ? p->begin / s->stride * (s->chunk - s->stride) + s->start : 0;
+}
+
 /* The gaps that overlap a piece: returns the first one's index, and their count. Gaps are sorted and disjoint. */
-static uint64_t piece_gaps(const walk_t *k, const piece_t *p, uint64_t *count_out) {
+static uint64_t piece_gaps(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t *count_out) {
   uint64_t low = 0, high = k->gap_count;
   while (low < high) {
     uint64_t mid = (low + high) / 2;
@@ -64,21 +73,23 @@ static uint64_t piece_gaps(const walk_t *k, const piece_t *p, uint64_t *count_ou
   return low;
 }
 
-static void gap_in_piece(const walk_t *k, const piece_t *p, uint64_t gap, uint64_t *begin_out, uint64_t *count_out) {
+static void gap_in_piece(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t gap, uint64_t *begin_out,
+                         uint64_t *count_out) {
   *begin_out = k->gaps[gap].begin > p->begin ? k->gaps[gap].begin : p->begin;
   uint64_t end = k->gaps[gap].end < p->end ? k->gaps[gap].end : p->end;
   *count_out = end - *begin_out;
 }
 
 /* The chunks of arenas[i] in a piece. */
-static void piece_range(const walk_t *k, const piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
+static void piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint32_t *first_out,
+                        uint32_t *count_out) {
   uint32_t bytes = k->arenas[i]->element_bytes;
   *first_out = (uint32_t)(p->begin * bytes >> k->m->cut.chunk_shift);
   *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->cut.chunk_shift) - *first_out + 1;
 }
 
 /* Brings the chunks' bytes to the host, each to any slot: a worker's slice lies within one chunk of each arena. */
-static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
+static gemini_status_t piece_to_host(gmi_walk_t *k, gmi_piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
@@ -96,7 +107,7 @@ static gemini_status_t piece_to_host(walk_t *k, piece_t *p) {
 }
 
 /* Lists the bytes that the worker is to clear before fn runs: the gaps in the piece, chunk by chunk. */
-static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
+static void gap_zeros(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t first_gap, uint64_t gaps, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
   uint64_t chunk_bytes = UINT64_C(1) << m->cut.chunk_shift;
   for (uint64_t i = 0; i < gaps; i++) {
@@ -113,7 +124,7 @@ static void gap_zeros(const walk_t *k, const piece_t *p, uint64_t first_gap, uin
 }
 
 /* Hands a piece to the workers. All that can fail comes before the first slot's count changes. */
-gemini_status_t gmi_piece_on_host(walk_t *k, piece_t *p, bool deferred) {
+gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = piece_to_host(k, p);
   if (status) return status;
@@ -142,6 +153,7 @@ gemini_status_t gmi_piece_on_host(walk_t *k, piece_t *p, bool deferred) {
   job->user = k->u.user;
   job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
+  job->named_shift = named_shift(k, p);
   job->next_use = p->next_use;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
@@ -168,7 +180,7 @@ gemini_status_t gmi_piece_on_host(walk_t *k, piece_t *p, bool deferred) {
 }
 
 /* Can the piece be queued on the host now, without waiting for free slots, a file, or earlier pieces of its chunks? */
-static bool piece_is_ready(const walk_t *k, const piece_t *p) {
+static bool piece_is_ready(const gmi_walk_t *k, const gmi_piece_t *p) {
   uint32_t missing = 0;
   if (!k->m->file.store) return true;
   for (uint32_t i = 0; i < p->count; i++) {
@@ -179,7 +191,7 @@ static bool piece_is_ready(const walk_t *k, const piece_t *p) {
   return missing <= gmi_host_free(k->m);
 }
 
-void gmi_walk_unref(walk_t *k) {
+void gmi_walk_unref(gmi_walk_t *k) {
   if (--k->refs) return;
   free(k->gaps);
   free(k);
@@ -189,17 +201,14 @@ void gmi_walk_unref(walk_t *k) {
  * reported by a later call, and work that no fence could be placed behind is waited for here. */
 static void after_callback(gmi_manager_t *m, gemini_status_t status, gmi_fence_t fence) {
   if (!status) return;
-  if (!m->failure.status) {
-    m->failure.status = status;
-    snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
-  }
+  if (!m->failure.status) gmi_fail_keep(status, &m->failure);
   (void)gmi_fence_sync(m, fence);
 }
 
 /* Queues a piece on the device. All that can fail comes before the callback, so a failure leaves the piece unqueued.
  * The callback runs without the lock; other threads' calls that look at chunks wait until it has returned
  * (gmi_lock()). */
-gemini_status_t gmi_piece_on_device(walk_t *k, piece_t *p, rest_t *rest) {
+gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *rest) {
   gmi_manager_t *m = k->m;
   uint32_t stream = m->update.stream, held = 0;
   gemini_status_t status = GEMINI_OK;
@@ -224,6 +233,7 @@ gemini_status_t gmi_piece_on_device(walk_t *k, piece_t *p, rest_t *rest) {
   }
   if (!status) {
     gemini_update_span_t span = piece_span(k, p, GEMINI_TIER_DEVICE);
+    span.first_element += named_shift(k, p);
     span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update.stream].generation, m->update.stream);
     for (uint32_t i = 0; i < k->u.arena_count; i++)
       span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
@@ -256,29 +266,25 @@ gemini_status_t gmi_piece_on_device(walk_t *k, piece_t *p, rest_t *rest) {
   return status;
 }
 
-bool gmi_piece_is_pinned(const piece_t *p) {
+bool gmi_piece_is_pinned(const gmi_piece_t *p) {
   bool pinned = false;
   for (uint32_t i = 0; i < p->count; i++) pinned |= gmi_chunk_is_pinned(p->chunks[i]) && (p->modes[i] & GEMINI_WRITE);
   return pinned;
 }
 
 static void add_gap(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  walk_t *k = user;
+  gmi_walk_t *k = user;
   (void)m;
   if (atomic_load(&t->word) & GMI_TENSOR_GRADIENT) return;
-  if (k->gap_count == k->gap_capacity) {
-    uint64_t capacity = k->gap_capacity ? k->gap_capacity * 2 : 64;
-    gap_t *gaps = realloc(k->gaps, capacity * sizeof *gaps);
-    if (!gaps) {
-      k->gaps_lost = true;
-      return;
-    }
-    k->gaps = gaps;
-    k->gap_capacity = capacity;
+  gmi_gap_t *gaps = gmi_array_room(k->gaps, k->gap_count, &k->gap_capacity, sizeof *gaps);
+  if (!gaps) {
+    k->gaps_lost = true;
+    return;
   }
+  k->gaps = gaps;
   uint32_t bytes = k->arenas[k->gap_arena]->element_bytes;
-  gap_t gap = { t->offset / bytes, (t->offset + t->size) / bytes };
-  gap_t *last = k->gap_count ? &k->gaps[k->gap_count - 1] : NULL;
+  gmi_gap_t gap = { t->offset / bytes, (t->offset + t->size) / bytes };
+  gmi_gap_t *last = k->gap_count ? &k->gaps[k->gap_count - 1] : NULL;
   if (last && gap.begin < last->end) { /* tied tensors overlap */
     if (gap.end > last->end) last->end = gap.end;
   } else {
@@ -300,9 +306,9 @@ static void find_taken(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   if (t->offset < f->begin || t->offset + t->size > f->end) f->cut = t;
 }
 
-static gemini_status_t check_taken(walk_t *k) {
+static gemini_status_t check_taken(gmi_walk_t *k) {
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    gmi_arena_t *a = k->arenas[i];
+    gmi_arena_t *a = k->named[i];
     if (!a->reused) continue;
     taken_t f = { .begin = k->u.first_element * a->element_bytes };
     f.end = f.begin + k->u.element_count * a->element_bytes;
@@ -311,8 +317,10 @@ static gemini_status_t check_taken(walk_t *k) {
       return gmi_fail(GEMINI_ERR_STATE, 0, "parameter %s cannot be read: its gradient has taken its bytes",
                       f.taken->name);
     if (f.cut && k->modes[i] & GEMINI_WRITE)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "elements %llu + %llu split tensor %s, which holds a gradient",
-                      (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, f.cut->name);
+      return gmi_fail(
+          GEMINI_ERR_INVALID, 0,
+          "first_element %llu + element_count %llu cuts tensor %s, whose bytes hold its gradient: update all of it",
+          (unsigned long long)k->u.first_element, (unsigned long long)k->u.element_count, f.cut->name);
   }
   return GEMINI_OK;
 }
@@ -326,7 +334,7 @@ static void after_update(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   }
 }
 
-static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
+static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, uint32_t *stream_out) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_struct_in(&k->u, sizeof k->u, theirs, GMI_V1_UPDATE, "update");
   if (!status) status = gmi_workers_failure(m); /* an earlier update did not run: further ones would hide wrong bytes */
@@ -343,7 +351,7 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
   k->gap_arena = GMI_NONE;
   uint64_t elements = UINT64_MAX;
   for (uint32_t i = 0; i < u->arena_count; i++) {
-    gmi_arena_t *a = k->arenas[i] = gmi_arena_get(m, u->arenas[i]);
+    gmi_arena_t *a = k->named[i] = k->arenas[i] = gmi_arena_get(m, u->arenas[i]);
     if (!a) return GEMINI_ERR_HANDLE;
     k->modes[i] = u->modes[i];
     if (u->modes[i] < GEMINI_READ || u->modes[i] > GEMINI_READ_WRITE)
@@ -366,14 +374,21 @@ static gemini_status_t walk_check(walk_t *k, const gemini_update_t *theirs, uint
                     (unsigned long long)u->first_element);
   if (!u->element_count) u->element_count = elements;
   if (u->first_element > elements || u->element_count > elements - u->first_element)
-    return gmi_fail(
-        GEMINI_ERR_INVALID, 0, "first_element + element_count is %llu + %llu, more than the arenas' %llu elements",
-        (unsigned long long)u->first_element, (unsigned long long)u->element_count, (unsigned long long)elements);
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "first_element + element_count is %llu + %llu, more than the %llu elements of the arenas",
+                    (unsigned long long)u->first_element, (unsigned long long)u->element_count,
+                    (unsigned long long)elements);
+  if (gmi_arena_is_sharded(k->named[0]) && u->element_count != elements)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "first_element + element_count is %llu + %llu: an update of sharded arenas takes all of their %llu "
+                    "elements",
+                    (unsigned long long)u->first_element, (unsigned long long)u->element_count,
+                    (unsigned long long)elements);
   return GEMINI_OK;
 }
 
 static bool in_walk(const void *user, const gmi_chunk_t *c) {
-  const walk_t *k = user;
+  const gmi_walk_t *k = user;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *a = k->arenas[i];
     uint64_t begin = k->u.first_element * a->element_bytes, end = begin + k->u.element_count * a->element_bytes;
@@ -386,35 +401,70 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
 
 /* Refuses an update with a chunk in use, with a piece above the host budget, or, without a file tier, with more
  * chunks than fit on the host. index: of the update, for advice; GMI_NONE: assumes that no piece runs on the device. */
-static gemini_status_t walk_room(walk_t *k, uint32_t index) {
+static gemini_status_t walk_room(gmi_walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0;
-  piece_t p;
-  for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end, number++) {
-    gmi_piece_at(k, at, end, &p);
-    if (m->file.store && p.count > m->host.slot_count)
+  gmi_piece_t pieces[2] = { 0 }; /* a piece and the one before it */
+  for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end;
+       at = pieces[number & 1].end, number++) {
+    gmi_piece_t *p = &pieces[number & 1];
+    const gmi_piece_t *before = &pieces[~number & 1];
+    gmi_piece_at(k, at, end, p);
+    if (m->file.store && p->count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
-                      (unsigned long long)p.count * slot_bytes, (unsigned long long)m->config.host_bytes);
+                      (unsigned long long)p->count * slot_bytes, (unsigned long long)m->config.host_bytes);
     bool on_device = index != GMI_NONE && m->trace.advice->piece_on_device(m, index, (uint32_t)number);
-    for (uint32_t i = 0; i < p.count; i++) {
-      gmi_chunk_t *c = p.chunks[i];
-      if (gmi_chunk_host_users(c) || !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
-        return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", gmi_chunk_arena(m, c)->name);
-      if (gmi_chunk_deferred(c) >= UINT16_MAX - CHUNK_PIECES) {
+    for (uint32_t i = 0; i < p->count; i++) {
+      gmi_chunk_t *c = p->chunks[i];
+      const char *why = gmi_chunk_unsettle_to_change(c);
+      bool counted = false; /* pieces of slices share chunks */
+      for (uint32_t n = 0; n < before->count; n++) counted |= before->chunks[n] == c;
+      if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);
+      if (gmi_chunk_deferred(c) + k->chunk_pieces >= UINT16_MAX) {
         gemini_status_t status = gmi_updates_queue(m, c);
         if (status) return status;
       }
+      if (counted) continue;
       need += gmi_chunk_has_slot(c) || !(on_device || gmi_chunk_is_pinned(c)) ? slot_bytes : 0;
     }
   }
   return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
+/* Sharded arenas: adds the gradients that the update names and that have not been added yet, of which none is a gap any
+ * more, and takes gathered parameters that it will outdate from the device. */
+static gemini_status_t walk_gathered(gmi_walk_t *k) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < k->u.arena_count; i++)
+    if (gmi_arena_is_gradients(k->named[i])) status = gmi_reduce_all(k->m, k->named[i]);
+  for (uint32_t i = 0; !status && i < k->u.arena_count; i++)
+    if (k->modes[i] & GEMINI_WRITE) status = gmi_gathered_drop(k->m, k->named[i]);
+  k->gap_arena = GMI_NONE;
+  return status;
+}
+/* Turns from the caller's sharded arenas to those of the slices. */
+static void walk_slices(gmi_walk_t *k) {
+  k->slicing = gmi_slicing(k->m, k->named[0]);
+  for (uint32_t i = 0; i < k->u.arena_count; i++) k->arenas[i] = gmi_arena_slices(k->m, k->named[i]);
+  k->u.element_count = gmi_slices_end(&k->slicing, k->u.element_count);
+}
+
+/* After the update the caller's tensors hold parameters. */
+static void walk_tensors(gmi_walk_t *k, uint64_t first_element, uint64_t element_count) {
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    gmi_arena_t *a = k->named[i];
+    if (gmi_arena_has_sums(a)) a->shard.summed = false; /* the next round is of the next step */
+    if (!(k->modes[i] & GEMINI_WRITE)) continue;
+    gmi_arena_each(k->m, a, first_element * a->element_bytes, element_count * a->element_bytes, after_update, NULL);
+    if (gmi_arena_is_sharded(a)) gmi_gradients_taken(k->m, a);
+  }
+}
+
 /* Accepts the update, which cannot fail: its tensors hold parameters, and every piece is in the list and counted in its
  * chunks, so a use of a chunk by any thread queues the chunk's pieces first. */
-static void walk_accept(walk_t *k) {
+static void walk_accept(gmi_walk_t *k, uint64_t named_first, uint64_t named_count) {
   gmi_manager_t *m = k->m;
-  piece_t p;
+  gmi_piece_t p;
   k->tail->walk = k;
   k->tail->begin = k->u.first_element;
   k->tail->end = k->u.first_element + k->u.element_count;
@@ -423,16 +473,11 @@ static void walk_accept(walk_t *k) {
     gmi_piece_at(k, at, k->tail->end, &p);
     for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_accepted(p.chunks[i]);
   }
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    gmi_arena_t *a = k->arenas[i];
-    if (k->modes[i] & GEMINI_WRITE)
-      gmi_arena_each(m, a, k->u.first_element * a->element_bytes, k->u.element_count * a->element_bytes, after_update,
-                     NULL);
-  }
+  walk_tensors(k, named_first, named_count);
 }
 
 /* Queues the first piece of the tail, or defers it if it would have to wait for room or a file. */
-static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
+static gemini_status_t tail_queue_one(gmi_walk_t *k, gmi_piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
   bool pinned = gmi_piece_is_pinned(p);
   gemini_status_t status = GEMINI_OK;
@@ -450,10 +495,10 @@ static gemini_status_t tail_queue_one(walk_t *k, piece_t *p, bool device) {
 }
 
 /* Queues what can be queued now, and defers the rest. No failure is returned: the update has been accepted. */
-static void walk_run(walk_t *k, uint32_t index) {
+static void walk_run(gmi_walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = GEMINI_OK;
-  piece_t p;
+  gmi_piece_t p;
   while (!status && k->tail) {
     gmi_piece_at(k, k->tail->begin, k->tail->end, &p);
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
@@ -468,7 +513,8 @@ static void walk_run(walk_t *k, uint32_t index) {
   pthread_cond_signal(&m->update.deferred->more);
 }
 
-uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes) {
+/* Elements in a chunk of the arena with the smallest elements. */
+static uint64_t chunk_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes) {
   uint32_t smallest = 16;
   for (uint32_t i = 0; i < arena_count; i++) {
     uint32_t bytes = gmi_arena_at(m, arenas[i])->element_bytes;
@@ -477,10 +523,28 @@ uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t a
   return chunk_bytes / smallest;
 }
 
-static gemini_status_t walk(walk_t *k, uint32_t stream) {
+uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t arena_count, uint64_t chunk_bytes) {
+  for (uint32_t i = 0; i < arena_count; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, arenas[i]);
+    if (a->shard.whole != GMI_NONE) return gmi_slicing(m, a).stride;
+  }
+  return chunk_elements(m, arenas, arena_count, chunk_bytes);
+}
+
+static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = gmi_cut(m);
   if (status || !k->u.element_count) return status;
+  const uint64_t named_first = k->u.first_element, named_count = k->u.element_count;
+  const bool sharded = gmi_arena_is_sharded(k->named[0]);
+  if (sharded) status = walk_gathered(k);
+  if (!status) status = check_taken(k);
+  if (status) return status;
+  if (sharded) walk_slices(k);
+  if (!k->u.element_count) { /* this rank has no slice of so few elements */
+    walk_tensors(k, named_first, named_count);
+    return GEMINI_OK;
+  }
   k->tail = calloc(1, sizeof *k->tail);
   if (!k->tail) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   gmi_reap(m);
@@ -492,9 +556,8 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     indexes[i] = record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];
   }
-  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, atomic_load(&m->cut.chunk_bytes));
-  status = check_taken(k);
-  if (status) return status;
+  k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, gmi_chunk_bytes(m));
+  k->chunk_pieces = (chunk_elements(m, indexes, k->u.arena_count, gmi_chunk_bytes(m)) + k->unit - 1) / k->unit + 1;
   if (k->gap_arena != GMI_NONE) {
     gmi_arena_t *store = gmi_arena_at(m, k->arenas[k->gap_arena]->store);
     gmi_arena_each(m, store, k->u.first_element * store->element_bytes, k->u.element_count * store->element_bytes,
@@ -527,7 +590,7 @@ static gemini_status_t walk(walk_t *k, uint32_t stream) {
     m->trace.observer->update_refused(m, index);
     return status;
   }
-  walk_accept(k);
+  walk_accept(k, named_first, named_count);
   walk_run(k, index);
   return GEMINI_OK;
 }
@@ -547,13 +610,13 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
     gmi_wait_begin(m, &wait, function, GMI_WAIT_STREAM, m->update.stream);
     status = m->device.ops->stream.sync(m->device.self, m->update.stream, gmi_fence_mark(end));
     gmi_wait_end(m, &wait);
-    if (status) gmi_fail(status, 0, "an update on the device failed");
+    if (status) gmi_fail_device(status, "an update on the device failed");
   }
   return status ? status : gmi_workers_failure(m);
 }
 
 static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
-  walk_t *k = calloc(1, sizeof *k);
+  gmi_walk_t *k = calloc(1, sizeof *k);
   if (!k) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
   k->m = m;
   k->refs = 1;

@@ -14,6 +14,11 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function); /* w
 /* Lock held. Queues all unqueued pieces that contain the chunk, and those before them in the list; NULL: all pieces.
  * Blocks until there is room. A failure leaves the pieces that could not be queued in the list. */
 gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c);
+/* The same for the chunks first to last. *queued_out becomes true if there were any, in which case the lock may have
+ * been given away for callbacks. A call that holds several chunks queues the updates of all before it holds the first:
+ * other threads must not see a part of its holds. */
+gemini_status_t gmi_updates_queue_range(gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t last,
+                                        bool *queued_out);
 uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces of accepted updates not queued yet */
 void gmi_updates_room(gmi_manager_t *m); /* slots may have become free: wakes the thread that queues pieces */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);

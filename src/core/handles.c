@@ -109,7 +109,7 @@ void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uin
 }
 
 void gmi_handle_wrong(uint64_t id, uint32_t type) {
-  static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph" };
+  static const char *const names[] = { "", "manager", "arena", "tensor", "stream", "graph", "group" };
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)id, names[type]);
 }
 
@@ -138,10 +138,12 @@ static bool place_take(gmi_manager_t *m) {
   return false;
 }
 
-bool gmi_manager_enter(gmi_manager_t *m) {
+bool gmi_manager_enter(gmi_manager_t *m, bool *full_out) {
   gmi_fork_watch(&fork_ops);
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
+  *full_out = true;
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) *full_out &= atomic_load(&live[entry].id) != 0;
   if (placed) {
     live[m->identity.entry].manager = m;
     live[m->identity.entry].opener = getpid();
@@ -157,10 +159,4 @@ void gmi_manager_leave(gmi_manager_t *m) {
   atomic_store_explicit(&live[m->identity.entry].id, 0, memory_order_release);
   live[m->identity.entry].manager = NULL;
   pthread_mutex_unlock(&live_lock);
-}
-
-uint32_t gmi_managers_open(void) {
-  uint32_t open = 0;
-  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) open += atomic_load(&live[entry].id) != 0;
-  return open;
 }

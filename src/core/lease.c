@@ -93,8 +93,8 @@ gemini_status_t gmi_lease_add(gmi_leases_t *leases, const gmi_lease_key_t *key) 
     *entry = (gmi_lease_t){ .key = *key, .count = 1 };
     l->used++;
   } else if (entry->count == UINT32_MAX) {
-    status =
-        gmi_fail(GEMINI_ERR_BUSY, 0, "the range is acquired %u times with this mode and tier, the limit", entry->count);
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "the range is acquired %u times with this mode and tier, which is the limit",
+                      entry->count);
   } else {
     entry->count++;
   }

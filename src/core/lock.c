@@ -1,14 +1,16 @@
 /* The manager's lock, update callbacks in the middle of a call, and the log.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A plain mutex: most calls that take it move data, which takes far longer. Three duties come with it. A blocked thread
- * is listed as a wait (core/watch.h). A thread that gets the lock carries out frees that hooks have put aside. Log
- * messages are queued under the lock and sent after it is released, as the log callback may call the library. */
+ * A plain mutex suffices: most calls that take it move data, which takes far longer. Three duties come with it. A
+ * blocked thread is listed as a wait (core/watch.h). A thread that gets the lock carries out frees that hooks have put
+ * aside. Log messages are queued under the lock and sent after it is released, as the log callback may call the
+ * library. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "base/check.h"
+#include "base/names.h"
 #include "core/manager.h"
 
 /* Builds with GEMINI_CHECK record the lock's holder, as the address of a thread-local variable. */
@@ -48,16 +50,18 @@ void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
   taken(m);
 }
 
+static __attribute__((noinline)) void lock_after_wait(gmi_manager_t *m, const char *function) {
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
+  pthread_mutex_lock(&m->lock);
+  gmi_wait_end(m, &wait);
+  taken(m);
+}
+
 void gmi_lock_beside(gmi_manager_t *m, const char *function) {
   /* The uncontended case costs one try and skips the list of waits. */
-  if (!try_lock(m)) {
-    gmi_wait_t wait;
-    gmi_wait_begin(m, &wait, function, GMI_WAIT_LOCK, 0);
-    pthread_mutex_lock(&m->lock);
-    gmi_wait_end(m, &wait);
-    taken(m);
-  }
-  gmi_watch_locked(m, function);
+  if (!try_lock(m)) lock_after_wait(m, function);
+  gmi_watch_locked(&m->watch, function);
   if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) m->hook.when_locked(m);
 }
 
@@ -68,7 +72,7 @@ void gmi_callbacks_wait(gmi_manager_t *m, const char *function) {
   gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
   while (m->callback.depth) gmi_lock_wait(m, &m->callback.ended);
   gmi_wait_end(m, &wait);
-  gmi_watch_locked(m, function);
+  gmi_watch_locked(&m->watch, function);
 }
 
 void gmi_lock(gmi_manager_t *m, const char *function) {
@@ -109,9 +113,11 @@ void gmi_unlock(gmi_manager_t *m) {
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   if (!m->config.log_fn || level > (int32_t)m->config.log_level || m->log.count == GMI_LOG_QUEUE) return;
+  char text[sizeof m->log.queue[0].text];
   va_list args;
   va_start(args, format);
-  vsnprintf(m->log.queue[m->log.count].text, sizeof m->log.queue[0].text, format, args);
+  vsnprintf(text, sizeof text, format, args);
   va_end(args);
+  gmi_text_escape(m->log.queue[m->log.count].text, sizeof text, text);
   m->log.queue[m->log.count++].level = level;
 }

@@ -44,16 +44,24 @@ enum {
   GMI_HANDLE_ARENA = 2,
   GMI_HANDLE_TENSOR = 3,
   GMI_HANDLE_STREAM = 4,
-  GMI_HANDLE_GRAPH = 5
+  GMI_HANDLE_GRAPH = 5,
+  GMI_HANDLE_GROUP = 6
 };
 #define GMI_MANAGERS 64u
 #define GMI_ARENAS 1024u
 #define GMI_TENSORS (1u << 24)
 #define GMI_GRAPHS 256u
+#define GMI_GROUPS 16u
 #define GMI_NONE UINT32_MAX
 #define GMI_HANDLE_OBJECT_BITS 42
 #define GMI_HANDLE_MANAGER_MASK UINT64_C(0x0ffffc0000000000)
-enum { GMI_ARENA_INDEX_BITS = 10, GMI_TENSOR_INDEX_BITS = 24, GMI_STREAM_INDEX_BITS = 6, GMI_GRAPH_INDEX_BITS = 8 };
+enum {
+  GMI_ARENA_INDEX_BITS = 10,
+  GMI_TENSOR_INDEX_BITS = 24,
+  GMI_STREAM_INDEX_BITS = 6,
+  GMI_GRAPH_INDEX_BITS = 8,
+  GMI_GROUP_INDEX_BITS = 4
+};
 #define GMI_TENSOR_GENERATIONS ((1u << (GMI_HANDLE_OBJECT_BITS - GMI_TENSOR_INDEX_BITS)) - 1) /* 1 to this */
 static inline uint64_t gmi_object_id(const gemini_access_t *access) { return gmi_id(access->object.tensor); }
 
@@ -161,7 +169,7 @@ typedef struct gmi_tensor {
 } gmi_tensor_t;
 
 /* ---- arenas */
-enum { GMI_ARENA_NAME = 64 }; /* bytes, with the NUL */
+enum { GMI_ARENA_NAME = 72 }; /* bytes, with the NUL: 63 of a caller's name, and room for " slices" */
 typedef struct gmi_arena {
   char name[GMI_ARENA_NAME];
   uint32_t index, kind, element_bytes;
@@ -183,6 +191,21 @@ typedef struct gmi_arena {
   uint32_t *order;                        /* tensors of this arena, sorted by offset while order_sorted is set */
   bool order_sorted;
   uint64_t longest; /* bytes of the longest tensor the arena has ever had */
+  struct {
+    uint32_t slices;  /* of a sharded arena: index of the arena that holds this rank's slices; else GMI_NONE */
+    uint32_t whole;   /* of an arena of slices: index of the sharded arena; else GMI_NONE */
+    uint32_t group;   /* of both: index of the group */
+    uint32_t stage;   /* of a sharded arena: GEMINI_ZERO_*, not AUTO */
+    uint32_t dtype;   /* of a sharded arena of gradients: GEMINI_DTYPE_* */
+    uint32_t reduced; /* of a sharded arena of gradients: chunks, from the last one down, that have been added since the
+                        * last update, or with sums in this round */
+    /* Of a sharded arena of gradients whose sums have bytes of their own (gmi_arena_has_sums()): */
+    bool due;       /* the next update or norm adds a round, on all ranks */
+    bool summed;    /* the slices hold sums of earlier rounds, to which the next one is added */
+    uint64_t since; /* value of bracket.op_serial_next before the first operator that may have written gradients since
+                      * the last round */
+    bool taken;     /* a plain range has been taken (gemini_arena_take()) */
+  } shard;
 } gmi_arena_t;
 
 /* ---- sizes: of a chunk, and of its place in each tier */
@@ -192,7 +215,8 @@ typedef struct gmi_sizes {
   uint64_t slot_bytes;  /* host: from one slot to the next */
   uint64_t block_bytes; /* file: from one block to the next */
 } gmi_sizes_t;
-/* How much larger slots and blocks are than they have to be: 0 but in tests, which so tell the sizes apart. */
+/* How much larger slots and blocks are than they have to be: 0 except in tests, which make all sizes differ so that
+ * code that confuses them fails. */
 typedef struct gmi_sizes_padding {
   uint32_t slot_shift;  /* slots are frames << slot_shift */
   uint32_t block_bytes; /* added to each block */
@@ -223,13 +247,17 @@ typedef struct gmi_page { /* of the non-model heap */
   bool reserved[2];
 } gmi_page_t;
 
+#define GMI_STREAM_ENDING (UINT64_C(1) << 63) /* in life: the stream is being destroyed, and its handle is refused */
 typedef struct gmi_stream {
-  _Atomic uint64_t life; /* Atomic: the generation, from 1, while the stream is open, else 0; stored under the lock */
+  _Atomic uint64_t life; /* Atomic: the generation, from 1, while the stream is open, with GMI_STREAM_ENDING while it is
+                          * being destroyed; else 0. Stored under the lock */
   uint64_t generation;   /* of the latest stream with this index */
   bool internal;
   bool named;  /* the caller knows native: it was adopted, or told to the caller */
   bool hooked; /* adopted by a hook: may be ended when another stream needs the index */
-  bool reserved[5];
+  bool reserved;
+  _Atomic uint32_t users;    /* Atomic: calls that queue work on the stream, or wait for it, without the manager's lock;
+                           * see gmi_stream_enter() */
   _Atomic uint64_t recorded; /* Atomic: number of the last mark claimed; stored under the lock before the mark is placed
                               * and loaded without it by gmi_fence_later(); both seq_cst, see fence_now() */
   void *native;
@@ -266,6 +294,7 @@ struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
 struct gmi_graph;
+struct gmi_group;
 
 enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* One of several counters of hits, so that threads seldom write the same cache line. 128 bytes, as processors prefetch
@@ -282,10 +311,11 @@ typedef struct gmi_manager {
   } identity;
   pthread_mutex_t lock;
   gemini_config_t config; /* Constant, except the budgets */
-  struct {                /* Constant */
+  struct {                /* Constant, except the last */
     const gmi_device_ops_t *ops;
     void *self;
     uint64_t granularity;
+    struct gmi_leftover *leftovers; /* core/streams.c: freed after the device has been closed */
   } device;
   struct { /* Constant: the tracer's tables, and its own records */
     const gmi_observer_t *observer;
@@ -363,6 +393,17 @@ typedef struct gmi_manager {
     struct gmi_graph *op_of;          /* the graph in whose capture an operator is open, or NULL */
   } graphs;
 
+  struct { /* chunk/group.c, chunk/shard.c */
+    struct gmi_group *at[GMI_GROUPS];
+    uint64_t generations[GMI_GROUPS];        /* of the latest group with each index */
+    uint32_t frames, gradient_frames;        /* of chunks of sharded arenas; those of gradients among them */
+    uint32_t peak_op;                        /* peak of gradient_frames since the op began */
+    uint32_t reserve;                        /* frames that the plan leaves to gathered parameters */
+    uint64_t gather_streams, reduce_streams; /* bit per stream */
+    /* Constant: the failure of a group, for waits for its streams; GEMINI_OK: no group has failed */
+    gemini_status_t (*failure)(struct gmi_manager *m);
+  } groups;
+
   gmi_host_t host; /* chunk/host.c */
   struct {         /* chunk/files.c, chunk/checkpoint.c */
     char *dir,
@@ -420,12 +461,8 @@ typedef struct gmi_manager {
   gmi_stripe_t stripes[GMI_HIT_STRIPES]; /* Atomic */
   gmi_stats_t stats;                     /* Atomic */
   gmi_watch_t watch;
-  struct { /* a failure of asynchronous work, which gemini_manager_close() reports */
-    gemini_status_t status;
-    char message[256];
-  } failure;
+  gmi_failure_t failure; /* of asynchronous work, the first; gemini_manager_close() reports it */
   gmi_leases_t leases;
-  struct gmi_leftover *leftovers;
 
   struct {                               /* GEMINI_CHECK */
     gmi_chunk_t *changed[GMI_CHANGED];   /* records that changed since the lock was taken; checked at unlock */
@@ -482,9 +519,10 @@ uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measu
 
 /* core/handles.c */
 extern uint64_t gmi_manager_serial; /* managers opened so far; tests may add to it while no manager is being opened */
-bool gmi_manager_enter(gmi_manager_t *m); /* makes the manager's handle valid; false: too many managers are open */
-void gmi_manager_leave(gmi_manager_t *m); /* makes its handle and its objects' handles invalid */
-uint32_t gmi_managers_open(void);
+/* Makes the manager's handle valid. False: as many managers are open as there can be (*full_out), or the handles of
+ * all free places are used up. */
+bool gmi_manager_enter(gmi_manager_t *m, bool *full_out);
+void gmi_manager_leave(gmi_manager_t *m);                /* makes its handle and its objects' handles invalid */
 gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
 void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
 void gmi_handle_wrong(uint64_t id, uint32_t type); /* records the error */
@@ -493,6 +531,7 @@ static inline uint32_t gmi_handle_index_bits(uint32_t type) {
          : type == GMI_HANDLE_ARENA  ? GMI_ARENA_INDEX_BITS
          : type == GMI_HANDLE_STREAM ? GMI_STREAM_INDEX_BITS
          : type == GMI_HANDLE_GRAPH  ? GMI_GRAPH_INDEX_BITS
+         : type == GMI_HANDLE_GROUP  ? GMI_GROUP_INDEX_BITS
                                      : 0;
 }
 /* Returns true, with index and generation, if handle has this type and belongs to this manager; otherwise records the

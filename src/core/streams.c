@@ -7,6 +7,7 @@
  *
  * Threads: marks are placed under the manager's lock; gmi_fence_later() and gmi_fence_reached() run on any thread. */
 #include <stdio.h>
+#include <time.h>
 
 #include "base/check.h"
 #include "core/manager.h"
@@ -28,7 +29,7 @@ static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, 
   if (status) { /* a later mark that was named meanwhile is placed by fence_record() when it is needed */
     atomic_store_explicit(&m->streams[stream].recorded, mark - 1, memory_order_seq_cst);
     if (status == GEMINI_ERR_STATE) return status; /* the stream is being captured; the device has set the message */
-    return gmi_fail(status, 0, "device %s could not mark stream %u", m->device.ops->name, stream);
+    return gmi_fail_device(status, "device %s could not mark stream %u", m->device.ops->name, stream);
   }
   atomic_store_explicit(&m->streams[stream].recorded, got, memory_order_seq_cst);
   *fence_out = gmi_fence(stream, got);
@@ -61,8 +62,15 @@ static gemini_status_t fence_record(gmi_manager_t *m, gmi_fence_t fence) {
   return status;
 }
 
+/* A release that runs while its stream is destroyed can name a mark that will never be placed (gmi_fence_later()). All
+ * that was ever queued on such a stream has ended before its life became 0 (acquire: pairs with that store). */
+static bool fence_is_over(gmi_manager_t *m, gmi_fence_t fence) {
+  const gmi_stream_t *s = &m->streams[gmi_fence_stream(fence)];
+  return !atomic_load_explicit(&s->life, memory_order_acquire) && atomic_load(&s->recorded) < gmi_fence_mark(fence);
+}
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
-  return !fence || m->device.ops->stream.reached(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence));
+  return !fence || m->device.ops->stream.reached(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence)) ||
+         fence_is_over(m, fence);
 }
 
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
@@ -73,8 +81,9 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, gmi_fence_stream(fence));
   status = m->device.ops->stream.sync(m->device.self, gmi_fence_stream(fence), gmi_fence_mark(fence));
   gmi_wait_end(m, &wait);
-  return status ? gmi_fail(status, 0, "work on stream %u of device %s failed", gmi_fence_stream(fence),
-                           m->device.ops->name)
+  if (status == GEMINI_ERR_PEER && m->groups.failure(m)) return status; /* it has named the rank */
+  return status ? gmi_fail_device(status, "work on stream %u of device %s failed", gmi_fence_stream(fence),
+                                  m->device.ops->name)
                 : GEMINI_OK;
 }
 
@@ -84,8 +93,8 @@ gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fe
   gemini_status_t status = fence_record(m, fence);
   if (status) return status;
   status = m->device.ops->stream.wait(m->device.self, stream, gmi_fence_stream(fence), gmi_fence_mark(fence));
-  return status ? gmi_fail(status, 0, "device %s could not make stream %u wait for stream %u", m->device.ops->name,
-                           stream, gmi_fence_stream(fence))
+  return status ? gmi_fail_device(status, "device %s could not make stream %u wait for stream %u", m->device.ops->name,
+                                  stream, gmi_fence_stream(fence))
                 : GEMINI_OK;
 }
 
@@ -96,10 +105,7 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
   gmi_fence_t joined = b;
   if (gmi_fence_wait(m, gmi_fence_stream(b), a) || fence_now(m, gmi_fence_stream(b), false, &joined)) {
     /* No fence covers both: the calling thread waits for both instead. The first failure is kept, as its cause. */
-    if (!m->failure.status) {
-      m->failure.status = GEMINI_ERR_DEVICE;
-      snprintf(m->failure.message, sizeof m->failure.message, "%s", gmi_fail_message());
-    }
+    if (!m->failure.status) gmi_fail_keep(GEMINI_ERR_DEVICE, &m->failure);
     gmi_fence_sync(m, a);
     gmi_fence_sync(m, b);
     return 0;
@@ -108,8 +114,8 @@ gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b) {
 }
 
 void gmi_leave_over(gmi_manager_t *m, gmi_leftover_t *memory) {
-  memory->next = m->leftovers;
-  m->leftovers = memory;
+  memory->next = m->device.leftovers;
+  m->device.leftovers = memory;
 }
 
 gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
@@ -122,8 +128,8 @@ gemini_status_t gmi_device_resize(gmi_manager_t *m, uint64_t memory_bytes) {
 
 gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address, uint64_t bytes) {
   gemini_status_t status = m->device.ops->queue.zero(m->device.self, stream, address, bytes);
-  return status ? gmi_fail(status, 0, "device %s could not zero %llu bytes", m->device.ops->name,
-                           (unsigned long long)bytes)
+  return status ? gmi_fail_device(status, "device %s could not zero %llu bytes", m->device.ops->name,
+                                  (unsigned long long)bytes)
                 : GEMINI_OK;
 }
 
@@ -142,6 +148,21 @@ gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uin
   return GEMINI_OK;
 }
 
+/* The count comes before the second look at life, and gmi_stream_end() changes life before it looks at the count, all
+ * seq_cst: one of the two sees the other. */
+gemini_status_t gmi_stream_enter(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out) {
+  gemini_status_t status = gmi_stream_resolve(m, stream, index_out);
+  if (status || *index_out == GMI_CALLER) return status;
+  atomic_fetch_add(&m->streams[*index_out].users, 1);
+  status = gmi_stream_resolve(m, stream, index_out);
+  if (status) gmi_stream_leave(m, *index_out);
+  return status;
+}
+/* Release order: what the call queued comes before the stream's last mark. */
+void gmi_stream_leave(gmi_manager_t *m, uint32_t index) {
+  if (index != GMI_CALLER) atomic_fetch_sub_explicit(&m->streams[index].users, 1, memory_order_release);
+}
+
 /* native: address of the caller's own stream, which is adopted; NULL creates a new stream. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
@@ -153,8 +174,8 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
   gemini_status_t status = native ? m->device.ops->stream.adopt(m->device.self, *native, &index)
                                   : m->device.ops->stream.create(m->device.self, &index);
   if (status && native)
-    return gmi_fail(status, 0, "device %s could not adopt the stream %p", m->device.ops->name, *native);
-  if (status) return gmi_fail(status, 0, "device %s could not create a stream", m->device.ops->name);
+    return gmi_fail_device(status, "device %s could not adopt the stream %p", m->device.ops->name, *native);
+  if (status) return gmi_fail_device(status, "device %s could not create a stream", m->device.ops->name);
   gmi_stream_t *s = &m->streams[index];
   s->internal = internal;
   s->named = native != NULL;
@@ -195,18 +216,40 @@ static gemini_status_t native_renew(gmi_manager_t *m, uint32_t index, bool may_b
   return status;
 }
 
-gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
-  /* Chunks may still hold fences of this stream. This mark covers every mark they can name, and once it is reached, all
-   * of them count as reached. */
+/* Waits for all work queued on the stream so far. */
+static gemini_status_t stream_drain(gmi_manager_t *m, uint32_t index) {
   gmi_fence_t end = 0;
   gemini_status_t status = fence_now(m, index, false, &end);
-  if (!status) status = gmi_fence_sync(m, end);
+  return status ? status : gmi_fence_sync(m, end);
+}
+
+/* Waits until the calls that use the stream have ended. They need no lock, and there is nothing left for them to wait
+ * for but a driver call and work of this stream: polling is good enough. */
+static void stream_wait_users(gmi_manager_t *m, uint32_t index) {
+  if (!atomic_load(&m->streams[index].users)) return;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_STREAM, index);
+  while (atomic_load(&m->streams[index].users)) nanosleep(&(struct timespec){ 0, 20000 }, NULL);
+  gmi_wait_end(m, &wait);
+}
+
+gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index) {
+  gmi_stream_t *s = &m->streams[index];
+  /* The long wait, and the failures that can be expected, come while the stream is still open. */
+  gemini_status_t status = stream_drain(m, index);
   if (status) return status;
-  m->trace.observer->stream_ends(m);
-  status = native_destroy(m, index);
-  if (status) return gmi_fail(status, 0, "device %s could not destroy stream %u", m->device.ops->name, index);
-  atomic_store(&m->streams[index].life, 0);
-  return GEMINI_OK;
+  atomic_store(&s->life, s->generation | GMI_STREAM_ENDING); /* seq_cst: pairs with gmi_stream_enter() */
+  stream_wait_users(m, index);
+  /* Again, for what these calls have queued. Chunks may still hold fences of this stream: this mark covers every mark
+   * that they can name, but those that fence_is_over() finds. */
+  status = stream_drain(m, index);
+  if (!status) {
+    m->trace.observer->stream_ends(m);
+    status = native_destroy(m, index);
+    if (status) gmi_fail_device(status, "device %s could not destroy stream %u", m->device.ops->name, index);
+  }
+  atomic_store(&s->life, status ? s->generation : 0);
+  return status;
 }
 
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out) {

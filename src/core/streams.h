@@ -5,8 +5,14 @@
 
 #include "core/manager.h"
 
-/* Returns the index of the caller's stream, or GMI_CALLER. Any thread, no lock. */
+/* Returns the index of the caller's stream, or GMI_CALLER. Any thread, no lock. With the lock held the index stays the
+ * stream's until the lock is released. Without it, the stream may be destroyed at any time, and the index given to
+ * another one: such a call may name the index in fences (gmi_fence_later(), gmi_fence_reached()), and nothing else. */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
+/* For a call that uses the stream without the lock: until gmi_stream_leave() the stream is not destroyed. The call must
+ * not take the manager's lock meanwhile, because gmi_stream_end() holds it and waits for the call. Any thread. */
+gemini_status_t gmi_stream_enter(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
+void gmi_stream_leave(gmi_manager_t *m, uint32_t index);
 enum { GMI_STREAMS_LIMIT = 48 }; /* streams open at once, not counting the library's own */
 /* native: address of the caller's own stream, which is adopted; NULL creates a new stream. Lock held. */
 gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out);
@@ -18,7 +24,8 @@ void gmi_streams_drain(gmi_manager_t *m); /* waits for all queued work of all st
 /* Returns the index of the caller's own stream, and adopts the stream if it has none yet; lock held. BUSY: adopting it
  * would wait for the device, and may_block is false. On the simulated device native is a gemini_stream_t. */
 gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_block, uint32_t *index_out);
-/* Waits for a stream's work and destroys the stream; lock held. A failure leaves the stream open. */
+/* Waits for a stream's work and for calls that use the stream, and destroys it; lock held. A failure leaves the stream
+ * open. */
 gemini_status_t gmi_stream_end(gmi_manager_t *m, uint32_t index);
 
 /* Memory that queued work may still write because a wait for the device failed. It is freed after the device has been

@@ -13,6 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/thread.h"
 #include "core/manager.h"
 
@@ -33,12 +34,6 @@ static uint32_t thread_number(void) {
 }
 void gmi_watch_forked(void) { this_thread = 0; }
 
-static uint64_t now_ns(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
-}
-
 /* ---- waits */
 void gmi_wait_begin(gmi_manager_t *m, gmi_wait_t *wait, const char *function, gmi_wait_kind_t kind, uint64_t number) {
   gmi_watch_t *watch = &m->watch;
@@ -47,7 +42,7 @@ void gmi_wait_begin(gmi_manager_t *m, gmi_wait_t *wait, const char *function, gm
     wait->has_lock = true;
     wait->function = atomic_load_explicit(&watch->holder, memory_order_relaxed);
   }
-  wait->since_ns = now_ns();
+  wait->since_ns = gmi_now_ns();
   pthread_mutex_lock(&watch->lock);
   wait->next = watch->first;
   if (watch->first) watch->first->previous = wait;
@@ -63,11 +58,16 @@ void gmi_wait_end(gmi_manager_t *m, gmi_wait_t *wait) {
   pthread_mutex_unlock(&watch->lock);
 }
 
-/* Relaxed: the lock's holder writes both for its own reports and for those of other threads. A reader without the lock
- * may combine two holders; it prints text for people, so the cost of a stronger order is not worth it. */
-void gmi_watch_locked(gmi_manager_t *m, const char *function) {
-  atomic_store_explicit(&m->watch.holder, function, memory_order_relaxed);
-  atomic_store_explicit(&m->watch.holder_thread, thread_number(), memory_order_relaxed);
+/* The id of the thread that holds the manager's lock, as the mutex itself records it: storing it a second time would
+ * cost each call a look into thread-local storage. The C library does not promise the field, and it may change at any
+ * moment: 0 or a wrong id is possible, in text for people only. */
+static uint32_t holder_thread(gmi_manager_t *m) {
+#ifdef __GLIBC__
+  return (uint32_t)__atomic_load_n(&m->lock.__data.__owner, __ATOMIC_RELAXED);
+#else
+  (void)m;
+  return 0;
+#endif
 }
 
 /* ---- waits in words */
@@ -84,17 +84,19 @@ static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
 }
 
 const char *gmi_stream_job(gmi_manager_t *m, uint32_t stream) {
-  return stream == gmi_link_in(m)->stream    ? "copies to the device"
-         : stream == gmi_link_out(m)->stream ? "copies from the device"
-         : stream == m->update.stream        ? "updates on the device"
-                                             : NULL;
+  return stream == gmi_link_in(m)->stream         ? "copies to the device"
+         : stream == gmi_link_out(m)->stream      ? "copies from the device"
+         : stream == m->update.stream             ? "updates on the device"
+         : m->groups.gather_streams >> stream & 1 ? "gathers of chunks"
+         : m->groups.reduce_streams >> stream & 1 ? "sums of gradients"
+                                                  : NULL;
 }
 
 static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_out[LINE]) {
   char thread[THREAD_TEXT];
   switch (wait->kind) {
   case GMI_WAIT_LOCK: {
-    name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
+    name_thread(holder_thread(m), thread);
     const char *holder = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
     snprintf(text_out, LINE, "the manager's lock, which %s() of thread %s has taken", holder ? holder : "?", thread);
     break;
@@ -106,12 +108,10 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
     break;
   }
   case GMI_WAIT_CHUNK:
-    snprintf(text_out, LINE, "an update of, a norm of, or a transfer to or from host chunk %" PRIu64, wait->number);
+    snprintf(text_out, LINE, "an update, a norm or a transfer that uses host slot %" PRIu64, wait->number);
     break;
   case GMI_WAIT_ROOM: snprintf(text_out, LINE, "any update or transfer to end, for room on the host"); break;
-  case GMI_WAIT_FILES:
-    snprintf(text_out, LINE, "transfers to and from files, which were %" PRIu64, wait->number);
-    break;
+  case GMI_WAIT_FILES: snprintf(text_out, LINE, "%" PRIu64 " transfers to and from files", wait->number); break;
   case GMI_WAIT_WORKERS:
     snprintf(text_out, LINE, "the workers to finish %" PRIu64 " submitted parts of updates and norms", wait->number);
     break;
@@ -123,6 +123,7 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
   case GMI_WAIT_TEXT: snprintf(text_out, LINE, "the file of a trace or a timeline"); break;
   case GMI_WAIT_SPACE: snprintf(text_out, LINE, "space in files to be reserved or given back"); break;
   case GMI_WAIT_DRIVER: snprintf(text_out, LINE, "the device to change its memory or its streams"); break;
+  case GMI_WAIT_RANKS: snprintf(text_out, LINE, "the other ranks of its group, as rank %" PRIu64, wait->number); break;
   case GMI_WAIT_KINDS: *text_out = 0; break;
   }
 }
@@ -146,13 +147,13 @@ static void *watchdog(void *user) {
                                                        : limit / 4;
   pthread_mutex_lock(&watch->lock);
   while (!watch->stop) {
-    uint64_t at = now_ns() + period;
+    uint64_t at = gmi_now_ns() + period;
     struct timespec until = { (time_t)(at / 1000000000), (long)(at % 1000000000) };
     pthread_cond_timedwait(&watch->stopped, &watch->lock, &until);
     static const char prefix[] = "watchdog: ";
     char texts[TOLD_AT_ONCE][sizeof prefix + 2 * LINE];
     uint32_t count = 0;
-    uint64_t now = now_ns();
+    uint64_t now = gmi_now_ns();
     for (gmi_wait_t *c = watch->first; c && count < TOLD_AT_ONCE && !watch->stop; c = c->next) {
       uint64_t waited = now - c->since_ns;
       if (waited < limit || (c->told_ns && waited < 2 * c->told_ns))
@@ -230,14 +231,14 @@ void gmi_reading_end(gmi_manager_t *m, gmi_reading_t reading) {
 
 void gmi_watch_write_holder(gmi_manager_t *m, FILE *file) {
   char thread[THREAD_TEXT];
-  name_thread(atomic_load_explicit(&m->watch.holder_thread, memory_order_relaxed), thread);
+  name_thread(holder_thread(m), thread);
   const char *holder = atomic_load_explicit(&m->watch.holder, memory_order_relaxed);
   fprintf(file, "%s() of thread %s", holder ? holder : "?", thread);
 }
 
 /* A frozen reading holds watch.lock already. */
 void gmi_watch_write_waits(gmi_manager_t *m, gmi_reading_t reading, FILE *file) {
-  uint64_t now = now_ns();
+  uint64_t now = gmi_now_ns();
   char text[2 * LINE];
   if (reading != GMI_READING_FROZEN) pthread_mutex_lock(&m->watch.lock);
   if (!m->watch.first) fprintf(file, "waits: none\n");

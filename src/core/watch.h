@@ -31,6 +31,7 @@ typedef enum gmi_wait_kind {
   GMI_WAIT_TEXT,     /* the file of a trace or a timeline */
   GMI_WAIT_SPACE,    /* file space for chunks to be reserved or given back */
   GMI_WAIT_DRIVER,   /* the device to change its memory or its streams */
+  GMI_WAIT_RANKS,    /* the other ranks of a group; number: this rank */
   GMI_WAIT_KINDS
 } gmi_wait_kind_t;
 
@@ -49,7 +50,6 @@ typedef struct gmi_watch {
   pthread_mutex_t lock; /* guards the list of waits and stop; taken after the manager's lock */
   gmi_wait_t *first;
   const char *_Atomic holder; /* Atomic: function that last took the manager's lock; relaxed, see gmi_watch_locked() */
-  _Atomic uint32_t holder_thread; /* Atomic: its thread id */
   pthread_cond_t stopped;
   pthread_t thread; /* the watchdog */
   bool runs, stop;
@@ -67,7 +67,11 @@ void gmi_watch_forked(void); /* called in a forked child, where the thread has a
 void gmi_wait_begin(struct gmi_manager *m, gmi_wait_t *wait, const char *function, gmi_wait_kind_t kind,
                     uint64_t number);
 void gmi_wait_end(struct gmi_manager *m, gmi_wait_t *wait);
-void gmi_watch_locked(struct gmi_manager *m, const char *function); /* this thread has taken the lock */
+/* This thread has taken the manager's lock. Relaxed: the holder reads it for its own reports and for those of other
+ * threads. A reader without the lock may get another holder's; it prints text for people. */
+static inline void gmi_watch_locked(gmi_watch_t *watch, const char *function) {
+  atomic_store_explicit(&watch->holder, function, memory_order_relaxed);
+}
 
 /* How the dump may read the records without blocking on the manager's lock. */
 typedef enum {

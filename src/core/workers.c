@@ -199,7 +199,7 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   job->next_element += count;
   if (job->next_element == job->span.element_count) take_first_ready(l); /* no slice is left for other workers */
   pthread_mutex_unlock(&l->lock);
-  span.first_element += at;
+  span.first_element += at + job->named_shift;
   span.element_count = count;
   uint64_t begin = m->device.ops->now(m->device.self);
   job->fn(job->user, &span);

@@ -15,6 +15,7 @@ struct gmi_job {
   gemini_update_fn fn;
   void *user;
   gemini_update_span_t span;
+  uint64_t named_shift;      /* added to span.first_element for fn: of slices, where they lie in their arena */
   uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
   uint32_t fence_count, slot_count, zero_count;
   bool deferred;       /* counted by gmi_workers_deferred() */

@@ -38,22 +38,18 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "device/cuda.h"
 
-uint64_t gmi_cuda_now_ns(void) {
-  struct timespec ts;
-  clock_gettime(CLOCK_MONOTONIC, &ts);
-  return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
-}
 static uint64_t cuda_now(void *self) {
   (void)self;
-  return gmi_cuda_now_ns();
+  return gmi_now_ns();
 }
 
 /* The pause between two polls of something that has been waited for since begin_ns: none at first, then an eighth of
  * the time waited so far, so that polling neither delays short waits nor burns the processor in long ones. */
 void gmi_cuda_wait_a_little(uint64_t begin_ns) {
-  uint64_t waited_ns = gmi_cuda_now_ns() - begin_ns, ns = waited_ns / 8;
+  uint64_t waited_ns = gmi_now_ns() - begin_ns, ns = waited_ns / 8;
   if (waited_ns < WAIT_SPIN_NS) return;
   if (ns < WAIT_SLEEP_MIN_NS) ns = WAIT_SLEEP_MIN_NS;
   if (ns > WAIT_SLEEP_MAX_NS) ns = WAIT_SLEEP_MAX_NS;
@@ -104,10 +100,15 @@ gemini_status_t gmi_cuda_failed_or_full(cuda_t *cuda, cu_result_t result, const 
 bool gmi_cuda_is_lost(const cuda_t *cuda) {
   return atomic_load_explicit(&cuda->lost, memory_order_relaxed) != CU_SUCCESS;
 }
+void gmi_cuda_distrust(void *self) {
+  cuda_t *cuda = self;
+  atomic_store(&cuda->distrusted, true);
+}
 gemini_status_t gmi_cuda_stored_failure(cuda_t *cuda) {
   int lost = atomic_load(&cuda->lost);
   if (lost == CU_SUCCESS) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_DEVICE, lost, "the GPU's context was lost by %s", gmi_cuda_error_name(cuda->driver, lost));
+  return gmi_fail(GEMINI_ERR_DEVICE, lost, "the GPU's context was lost in an earlier failure, %s",
+                  gmi_cuda_error_name(cuda->driver, lost));
 }
 
 /* Makes our context current for the thread, and sets its capture mode to relaxed: in the other modes some driver calls
@@ -127,7 +128,7 @@ void gmi_cuda_leave(cuda_t *cuda, entry_t had) {
 
 gemini_status_t gmi_cuda_event_wait(cuda_t *cuda, cu_event_t event) {
   cu_result_t result;
-  for (uint64_t begin = gmi_cuda_now_ns(); (result = cuda->driver->event_query(event)) == CU_NOT_READY;)
+  for (uint64_t begin = gmi_now_ns(); (result = cuda->driver->event_query(event)) == CU_NOT_READY;)
     gmi_cuda_wait_a_little(begin);
   return gmi_cuda_done(cuda, result, "cuEventQuery");
 }
@@ -263,7 +264,8 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
     return gmi_fail(GEMINI_ERR_DEVICE, result, "the CUDA driver does not start: %s",
                     gmi_cuda_error_name(driver, result));
   if (config->ordinal >= (uint32_t)count)
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "GPU %u is asked for, this machine has %d", config->ordinal, count);
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device_ordinal is %u, this machine has %d GPUs", config->ordinal,
+                    count);
   result = driver->device_get(&device, (int)config->ordinal);
   if (result != CU_SUCCESS)
     return gmi_fail(GEMINI_ERR_DEVICE, result, "cuDeviceGet: %s", gmi_cuda_error_name(driver, result));
@@ -345,6 +347,7 @@ const gmi_device_ops_t gmi_device_cuda = {
   .now = cuda_now,
   .stream.adopt = gmi_cuda_stream_adopt,
   .stream.native = gmi_cuda_stream_native,
+  .stream.distrust = gmi_cuda_distrust,
   .pci = gmi_cuda_pci,
   .memory_bytes_per_s = gmi_cuda_memory_bytes_per_s,
   .stream.mark_untimed = gmi_cuda_mark_untimed,

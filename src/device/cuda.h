@@ -75,7 +75,7 @@ typedef struct stream {
   point_t *points;             /* [capacity], a power of two; NULL before the first mark */
   uint64_t capacity;
   /* Atomic: the last mark known to be reached. Written under points_lock, with release; pairs with the acquire loads of
-   * those who look without the lock. */
+   * threads that look without the lock. */
   _Atomic uint64_t reached;
   uint64_t noted_ns;             /* when `reached` was last raised: an upper bound of the time of all marks up to it */
   uint64_t timed_mark, timed_ns; /* the highest mark whose time was told, and that time: times never decrease */
@@ -117,6 +117,9 @@ typedef struct cuda {
   /* Atomic: the error that lost the context; CU_SUCCESS: none. Set once. A single word that nothing else depends on, so
    * relaxed order suffices. */
   _Atomic int lost;
+  /* Atomic: set (seq_cst) before something ends queued work that is not done; loaded (acquire) after a mark was seen
+   * reached, so that a mark that such an end let through is not taken for reached. */
+  _Atomic bool distrusted;
   cu_device_t device;
   uint64_t granule;
 
@@ -185,13 +188,13 @@ typedef struct queue {
 } queue_t;
 
 /* device/cuda.c */
-uint64_t gmi_cuda_now_ns(void);
 void gmi_cuda_wait_a_little(uint64_t begin_ns);
 void gmi_cuda_note(cuda_t *cuda, cu_result_t result);
 gemini_status_t gmi_cuda_failed(cuda_t *cuda, cu_result_t result, const char *function);
 gemini_status_t gmi_cuda_done(cuda_t *cuda, cu_result_t result, const char *function);
 gemini_status_t gmi_cuda_failed_or_full(cuda_t *cuda, cu_result_t result, const char *function, gemini_status_t full);
 bool gmi_cuda_is_lost(const cuda_t *cuda);
+void gmi_cuda_distrust(void *self);
 gemini_status_t gmi_cuda_stored_failure(cuda_t *cuda);
 entry_t gmi_cuda_enter(cuda_t *cuda);
 void gmi_cuda_leave(cuda_t *cuda, entry_t had);

@@ -1,78 +1,37 @@
-/* Opens the CUDA driver at run time and looks up its functions. SPDX-License-Identifier: Apache-2.0
- *
- * The first caller opens the library, under a lock; the table stays for the life of the process, so callers use it
- * without the lock. The lock is taken around fork(), so that a child never inherits it locked. */
-#include <dlfcn.h>
-#include <pthread.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <string.h>
-
-#include "base/fork.h"
-#include "base/status.h"
+/* The functions of the CUDA driver, which is opened at run time. SPDX-License-Identifier: Apache-2.0 */
 #include "device/cuda_driver.h"
 
-#define LIBRARY "libcuda.so.1"
+#include <stddef.h>
+#include <stdio.h>
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static bool loaded;              /* driver is filled in. Guarded by lock, as the next three */
-static gmi_cuda_driver_t driver; /* does not change once loaded */
-static void *library;            /* never closed: the driver's threads run its code to the end of the process */
-static void *(*replacement)(const char *name); /* for tests: looks up functions instead of dlsym() */
+#include "base/library.h"
+#include "base/status.h"
 
-static void fork_prepare(void) { pthread_mutex_lock(&lock); }
-static void fork_parent(void) { pthread_mutex_unlock(&lock); }
-static void fork_child(void) { pthread_mutex_init(&lock, NULL); }
-static const gmi_fork_ops_t fork_ops = { fork_prepare, fork_parent, fork_child };
+static gmi_cuda_driver_t driver; /* does not change once it has been filled in */
 
-static void *symbol_of(const char *name) { return replacement ? replacement(name) : dlsym(library, name); }
-
-/* Called with lock held. */
-static bool load(void) {
-  if (!replacement && !library) {
-    library = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
-    if (!library) {
-      const char *why = dlerror();
-      gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "no CUDA driver on this machine: %s", why ? why : LIBRARY);
-      return false;
-    }
-  }
+static bool find(const gmi_library_t *library) {
   gmi_cuda_driver_t found;
   const char *missing = NULL;
-  void *address;
-  /* dlsym() returns an object pointer. ISO C has no cast from that to a function pointer; POSIX allows copying it. */
-#define FIND(field, symbol, parameters)       \
-  address = symbol_of(symbol);                \
-  if (!address && !missing) missing = symbol; \
-  memcpy(&found.field, &address, sizeof address);
+#define FIND(field, symbol, parameters) \
+  if (!gmi_library_function(library, symbol, &found.field) && !missing) missing = symbol;
   GMI_CUDA_FUNCTIONS(FIND)
-  const char *needed = missing;
+#undef FIND
+#define FIND(field, symbol, parameters) (void)gmi_library_function(library, symbol, &found.field);
   GMI_CUDA_OPTIONAL(FIND)
 #undef FIND
-  missing = needed;
   if (missing) {
-    gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", LIBRARY, missing);
+    gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the CUDA driver is too old: %s has no %s", library->file, missing);
     return false;
   }
   driver = found;
   return true;
 }
 
-const gmi_cuda_driver_t *gmi_cuda_driver(void) {
-  gmi_fork_watch(&fork_ops);
-  pthread_mutex_lock(&lock);
-  if (!loaded) loaded = load();
-  const gmi_cuda_driver_t *result = loaded ? &driver : NULL;
-  pthread_mutex_unlock(&lock);
-  return result;
-}
+static gmi_library_t library = { .file = "libcuda.so.1", .absent = "no CUDA driver on this machine", .find = find };
 
-void gmi_cuda_driver_replace(void *(*symbol)(const char *name)) {
-  pthread_mutex_lock(&lock);
-  replacement = symbol;
-  loaded = false;
-  pthread_mutex_unlock(&lock);
-}
+const gmi_cuda_driver_t *gmi_cuda_driver(void) { return gmi_library_open(&library) ? &driver : NULL; }
+
+void gmi_cuda_driver_replace(void *(*symbol)(const char *name)) { gmi_library_replace(&library, symbol); }
 
 const char *gmi_cuda_error_name(const gmi_cuda_driver_t *from, cu_result_t result) {
   static _Thread_local char number[32];

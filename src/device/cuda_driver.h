@@ -184,8 +184,8 @@ const gmi_cuda_driver_t *gmi_cuda_driver(void);
  * driver, or in the calling thread's own, until its next call. */
 const char *gmi_cuda_error_name(const gmi_cuda_driver_t *driver, cu_result_t result);
 
-/* For tests: looks up functions by this one instead of in libcuda.so.1; NULL: in libcuda.so.1 again. No device may be
- * open. */
+/* For tests: functions are looked up by symbol() instead of in libcuda.so.1; NULL returns to libcuda.so.1. No device
+ * may be open. */
 void gmi_cuda_driver_replace(void *(*symbol)(const char *name));
 
 #endif

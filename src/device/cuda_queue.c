@@ -151,10 +151,10 @@ gemini_status_t gmi_cuda_sum_squares(void *self, uint32_t index, const void *src
 
 /* --- graphs --- */
 
-/* Copies that are added to a graph which somebody else captures of a stream. They go to a side stream: a wait for
- * `begin` brings it into the capture, copies queued on it become nodes beside the captured kernels, and the captured
- * stream waits for `copied` after each of them. A copy into a frame first waits for that frame's `used` event, recorded
- * behind its last reader. Guarded by the stream's lock. */
+/* Copies that are added to a graph that the caller captures from a stream. They go to a side stream: a wait for `begin`
+ * brings it into the capture, copies queued on it become nodes beside the captured kernels, and the captured stream
+ * waits for `copied` after each of them. A copy into a frame first waits for that frame's `used` event, recorded behind
+ * its last reader. Guarded by the stream's lock. */
 typedef struct capture {
   stream_t *stream;
   cu_stream_t side;

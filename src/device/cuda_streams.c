@@ -9,11 +9,15 @@
  * queue anything nor create events, which can block, too. `recorded` and `reached` are atomic, so that the most
  * frequent question, "is this mark reached?", is mostly answered without a lock.
  *
+ * Distrust. Once queued work may end without being done (gmi_cuda_distrust()), `reached` grows no more. Events are
+ * still looked at, so that waits end with the work and points are reused.
+ *
  * Failures. A failed driver call leaves the stream's records as they were. An error that loses the context is stored
  * for the device (gmi_cuda_note()). */
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "device/cuda.h"
 
 /* --- marks --- */
@@ -26,12 +30,13 @@ static cu_event_t event_of(stream_t *stream, uint64_t mark) {
   return point->events[point->kind];
 }
 
-/* Raises `reached`. The load is relaxed: only holders of points_lock write it. The store releases what the driver made
- * visible to this thread (the results of finished work); it pairs with the acquire loads in gmi_cuda_reached() and
- * gmi_cuda_sync(). */
-static void note_reached(stream_t *stream, uint64_t mark) {
+/* Raises `reached`, after the mark was seen reached. The load is relaxed: only holders of points_lock write it. The
+ * store releases what the driver made visible to this thread (the results of finished work); it pairs with the acquire
+ * loads in gmi_cuda_reached() and gmi_cuda_sync(). */
+static void note_reached(const cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return;
-  stream->noted_ns = gmi_cuda_now_ns();
+  if (atomic_load_explicit(&cuda->distrusted, memory_order_acquire)) return;
+  stream->noted_ns = gmi_now_ns();
   atomic_store_explicit(&stream->reached, mark, memory_order_release);
 }
 
@@ -40,7 +45,7 @@ static void note_reached(stream_t *stream, uint64_t mark) {
 static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return CU_SUCCESS;
   cu_result_t result = cuda->driver->event_query(event_of(stream, mark));
-  if (result == CU_SUCCESS) note_reached(stream, mark);
+  if (result == CU_SUCCESS) note_reached(cuda, stream, mark);
   gmi_cuda_note(cuda, result);
   return result;
 }
@@ -203,15 +208,15 @@ static unsigned long long id_of(const cuda_t *cuda, cu_stream_t native) {
 /* Gives the native stream, or a newly created one, a free index. The index's marks continue from where its previous
  * stream left off, so that an old mark never seems unreached. Takes streams_lock, then stream.lock. */
 static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, uint32_t *stream_out) {
-  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  gemini_status_t status = GEMINI_OK;
+  bool unused = false;
   entry_t had = gmi_cuda_enter(cuda);
   pthread_mutex_lock(&cuda->streams_lock);
-  for (uint32_t index = 0; index < GMI_DEVICE_MAX_STREAMS; index++) {
+  for (uint32_t index = 0; !unused && index < GMI_DEVICE_MAX_STREAMS; index++) {
     stream_t *stream = &cuda->streams[index];
     pthread_mutex_lock(&stream->lock);
-    bool unused = stream->state == STREAM_NONE;
+    unused = stream->state == STREAM_NONE;
     if (unused) {
-      status = GEMINI_OK;
       if (!stream->idle)
         status = gmi_cuda_done(cuda, cuda->driver->event_create(&stream->idle, CU_EVENT_NO_TIME), "cuEventCreate");
       if (!status && !adopted)
@@ -228,10 +233,11 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
       }
     }
     pthread_mutex_unlock(&stream->lock);
-    if (unused) break;
   }
   pthread_mutex_unlock(&cuda->streams_lock);
   gmi_cuda_leave(cuda, had);
+  if (!unused)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, 0, "%u streams exist, which is the limit", GMI_DEVICE_MAX_STREAMS);
   return status;
 }
 
@@ -243,7 +249,8 @@ gemini_status_t gmi_cuda_stream_adopt(void *self, void *native, uint32_t *stream
   cuda_t *cuda = self;
   if (!stream_out) return GEMINI_ERR_INVALID;
   if ((uintptr_t)native == CU_STREAM_PER_THREAD_HANDLE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "the per-thread default stream is another stream in each thread");
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "the per-thread default stream cannot be adopted: it is another stream in each thread");
   cu_context_t context = NULL;
   entry_t had = gmi_cuda_enter(cuda);
   cu_result_t result = cuda->driver->stream_context(native, &context);
@@ -331,7 +338,7 @@ gemini_status_t gmi_cuda_stream_destroy(void *self, uint32_t index) {
       stream->native = NULL;
       stream->sums = NULL; /* on a lost device a batch may be left; closing the device frees it */
       pthread_mutex_lock(&stream->points_lock);
-      if (!gmi_cuda_is_lost(cuda)) note_reached(stream, atomic_load(&stream->recorded));
+      if (!gmi_cuda_is_lost(cuda)) note_reached(cuda, stream, atomic_load(&stream->recorded));
       pthread_mutex_unlock(&stream->points_lock);
     } else {
       stream->state = STREAM_LIVE;
@@ -365,7 +372,7 @@ static gemini_status_t mark_record(cuda_t *cuda, uint32_t index, uint32_t kind, 
     point_t *point = point_of(stream, mark);
     point->events[kind] = event;
     point->kind = kind;
-    point->recorded_ns = gmi_cuda_now_ns();
+    point->recorded_ns = gmi_now_ns();
     pthread_mutex_unlock(&stream->points_lock);
   }
   if (!status) status = gmi_cuda_done(cuda, cuda->driver->event_record(event, stream->native), "cuEventRecord");
@@ -428,7 +435,8 @@ bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
   if (!mark_recorded(stream, mark)) return false;
   entry_t had = gmi_cuda_enter(cuda);
   pthread_mutex_lock(&stream->points_lock);
-  bool reached = look(cuda, stream, mark) == CU_SUCCESS;
+  (void)look(cuda, stream, mark);
+  bool reached = atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark; /* written under the lock */
   pthread_mutex_unlock(&stream->points_lock);
   gmi_cuda_leave(cuda, had);
   return reached && !gmi_cuda_is_lost(cuda);
@@ -442,7 +450,7 @@ gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
   cu_result_t result = CU_SUCCESS;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) < mark && !gmi_cuda_is_lost(cuda)) {
     entry_t had = gmi_cuda_enter(cuda);
-    for (uint64_t begin = gmi_cuda_now_ns();; gmi_cuda_wait_a_little(begin)) {
+    for (uint64_t begin = gmi_now_ns();; gmi_cuda_wait_a_little(begin)) {
       pthread_mutex_lock(&stream->points_lock);
       result = look(cuda, stream, mark);
       pthread_mutex_unlock(&stream->points_lock);
@@ -451,7 +459,10 @@ gemini_status_t gmi_cuda_sync(void *self, uint32_t index, uint64_t mark) {
     gmi_cuda_leave(cuda, had);
   }
   gemini_status_t status = gmi_cuda_done(cuda, result, "cuEventQuery");
-  return status ? status : gmi_cuda_stored_failure(cuda);
+  if (!status) status = gmi_cuda_stored_failure(cuda);
+  if (!status && atomic_load_explicit(&stream->reached, memory_order_acquire) < mark)
+    status = gmi_fail(GEMINI_ERR_PEER, 0, "a group failed: the work may have ended without being done");
+  return status;
 }
 
 /* --- times ---
@@ -471,7 +482,7 @@ static uint64_t ns_of(uint64_t base_ns, float ms) {
  * Only one thread renews; others do not wait for it (trylock) but count from the current base. due_ns is relaxed: it
  * only decides when to try, the bases themselves are guarded by clock.lock. Called in the context, without locks. */
 static void base_renew(cuda_t *cuda) {
-  uint64_t before = gmi_cuda_now_ns(), after = before;
+  uint64_t before = gmi_now_ns(), after = before;
   if (before < atomic_load_explicit(&cuda->clock.due_ns, memory_order_relaxed)) return;
   if (pthread_mutex_trylock(&cuda->clock.renew_lock)) return;
   cu_event_t old = cuda->clock.bases[cuda->clock.base],
@@ -480,7 +491,7 @@ static void base_renew(cuda_t *cuda) {
   cu_result_t result = cuda->driver->event_record(event, cuda->clock.stream);
   while (result == CU_SUCCESS || result == CU_NOT_READY) {
     result = cuda->driver->event_query(event);
-    after = gmi_cuda_now_ns();
+    after = gmi_now_ns();
     if (result != CU_NOT_READY || after - before > BASE_WAIT_NS) break;
   }
   if (result == CU_SUCCESS) result = cuda->driver->event_elapsed(&ms, old, event);
@@ -507,11 +518,11 @@ gemini_status_t gmi_cuda_base_open(cuda_t *cuda) {
     status = gmi_cuda_done(cuda, cuda->driver->event_create(&cuda->clock.bases[i], 0), "cuEventCreate");
   uint64_t best_ns = UINT64_MAX;
   for (int i = 0; !status && i < 5; i++) {
-    uint64_t before = gmi_cuda_now_ns();
+    uint64_t before = gmi_now_ns();
     status = gmi_cuda_done(
         cuda, cuda->driver->event_record(cuda->clock.bases[1 - cuda->clock.base], cuda->clock.stream), "cuEventRecord");
     if (!status) status = gmi_cuda_event_wait(cuda, cuda->clock.bases[1 - cuda->clock.base]);
-    uint64_t after = gmi_cuda_now_ns();
+    uint64_t after = gmi_now_ns();
     if (status || after - before >= best_ns) continue;
     best_ns = after - before;
     cuda->clock.base = 1 - cuda->clock.base;

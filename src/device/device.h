@@ -6,8 +6,9 @@
  * is. A *frame* is physical memory, never named 0; mapping frames into a reserved address range gives the range memory.
  *
  * INVALID: a size is 0 or no multiple of the granularity, an address lies outside the reserved ranges, or a frame,
- * stream or mark does not exist. OOM_SYSTEM: no memory for records. A failure changes nothing and leaves results named
- * *_out untouched.
+ * stream or mark does not exist. OOM_SYSTEM: the process has no memory, addresses or threads left. A failure changes
+ * nothing and leaves results named *_out untouched. With DEVICE, STATE and OOM_SYSTEM the thread's last error says what
+ * failed (gmi_fail()), which gmi_fail_device() keeps.
  *
  * A device carries out operations and decides nothing. Except where a comment says "blocks", no operation waits for
  * queued work. Every operation may be called from any thread; the caller must not hold a lock that a queued function
@@ -111,22 +112,30 @@ typedef struct gmi_device_ops {
     /* Blocks until stream has reached mark, which has been recorded. Returns the stream's stored failure, which stays
      * until the stream is destroyed. */
     gemini_status_t (*sync)(void *self, uint32_t stream, uint64_t mark);
+    /* Something is about to end queued work of unknown streams before it is done. Marks not known to be reached by now
+     * never are, as behind a failure: reached() says false, and sync() waits and returns PEER. Stays until the
+     * device is closed. Never blocks. NULL where queued functions fail by themselves (run()). */
+    void (*distrust)(void *self);
   } stream;
 
-  /* Queued work. STATE, here and for marks and waits: a graph is being captured of the stream (CUDA). The device owns
+  /* Queued work. STATE, here and for marks and waits: the stream is being captured into a graph (CUDA). The device owns
    * buffers until a later mark is reached. kind is GMI_COPY_*. A size or count of 0 is accepted. */
   struct {
     gemini_status_t (*copy)(void *self, uint32_t stream, void *dst, const void *src, uint64_t size_bytes,
                             uint32_t kind);
     gemini_status_t (*zero)(void *self, uint32_t stream, void *dst, uint64_t size_bytes);
     gemini_status_t (*call)(void *self, uint32_t stream, void (*fn)(void *user), void *user);
+    /* As call(), for a function that can fail: the stream has then failed with its status. NULL where a queued function
+     * cannot make a stream fail. */
+    gemini_status_t (*run)(void *self, uint32_t stream, gemini_status_t (*fn)(void *user), void *user);
     /* Sum of squares of count values (GEMINI_DTYPE_*), with the order of additions of gmi_sum_squares(). *sum is host
      * memory, and valid once a later mark is reached. */
     gemini_status_t (*sum_squares)(void *self, uint32_t stream, const void *src, uint32_t dtype, uint64_t count,
                                    double *sum);
   } queue;
 
-  /* Copies that become part of a graph which the caller captures of a stream. All NULL where a device has no graphs. */
+  /* Copies that become part of a graph that the caller captures from a stream. All are NULL where a device has no
+   * graphs. */
   struct {
     /* Prepares copies into `frames` pieces of device memory that chunks share in turns; in the following a frame is an
      * index below that. The stream is not being captured yet. */
@@ -148,8 +157,8 @@ typedef struct gmi_device_ops {
 /* The device simulated in host memory. Frames are extents of one memory file, never more than memory_bytes of them;
  * device addresses are ordinary ones without access until mapped; streams are threads; copies are memcpy, slowed down
  * to the configured rates. The rate of a direction is that of one link, which all streams share in the order in which
- * their copies begin. With a rate set, the time of a mark behind a copy is when the copy ends on its link, not when the
- * thread wakes up after it.
+ * their copies begin. If a rate is set, a mark behind a copy has the time at which the copy ends on its link, not the
+ * time at which the stream's thread wakes up after it.
  *
  * Work on it cannot fail by itself. gmi_device_sim_fail() queues a failure, for tests. */
 extern const gmi_device_ops_t gmi_device_sim;

@@ -20,13 +20,12 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "device/sim.h"
 
 static uint64_t sim_now(void *self) {
   (void)self;
-  struct timespec ts;
-  clock_gettime(CLOCK_MONOTONIC, &ts);
-  return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
+  return gmi_now_ns();
 }
 
 bool gmi_sim_size_ok(uint64_t size_bytes) {
@@ -152,7 +151,7 @@ static void fail(stream_t *stream, int32_t status) {
 }
 
 /* Executes one task on the stream's thread, without locks. A failed stream goes on: its marks are still reached, so
- * that nobody waits forever, and sync() and reached() report the failure. */
+ * that no thread waits forever, and sync() and reached() report the failure. */
 static void run_task(stream_t *stream, const task_t *task) {
   sim_t *sim = stream->sim;
   if (stream->at_ns < task->queued_ns) stream->at_ns = task->queued_ns;
@@ -177,6 +176,10 @@ static void run_task(stream_t *stream, const task_t *task) {
     break;
   case TASK_CALL:
     task->u.call.fn(task->u.call.user);
+    work_done(stream);
+    break;
+  case TASK_RUN:
+    fail(stream, task->u.run.fn(task->u.run.user));
     work_done(stream);
     break;
   case TASK_SUM_SQUARES:
@@ -237,7 +240,8 @@ static gemini_status_t enqueue(sim_t *sim, uint32_t index, task_t *task, uint64_
       stream->ring = grown;
       stream->capacity *= 2;
     } else {
-      status = GEMINI_ERR_OOM_SYSTEM;
+      status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for %llu queued operations",
+                        (unsigned long long)stream->capacity * 2);
     }
   }
   bool wake = false;
@@ -285,14 +289,13 @@ static stream_t *stream_new(sim_t *sim, uint32_t index) {
   return stream;
 }
 
-static bool stream_start(stream_t *stream) {
-  bool ok = gmi_thread_start(&stream->thread, stream_main, stream) == 0;
-  if (ok) {
-    char name[16];
-    snprintf(name, sizeof name, "gmi-sim-%u", stream->index);
-    pthread_setname_np(stream->thread, name);
-  }
-  return ok;
+static gemini_status_t stream_start(stream_t *stream) {
+  int error = gmi_thread_start(&stream->thread, stream_main, stream);
+  if (error) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start a thread: %s", strerror(error));
+  char name[16];
+  snprintf(name, sizeof name, "gmi-sim-%u", stream->index);
+  pthread_setname_np(stream->thread, name);
+  return GEMINI_OK;
 }
 
 /* Starts a thread for the lowest free index. A record that an earlier stream left is used again: it is idle, and its
@@ -300,32 +303,33 @@ static bool stream_start(stream_t *stream) {
 static gemini_status_t sim_stream_create(void *self, uint32_t *stream_out) {
   sim_t *sim = self;
   if (!stream_out) return GEMINI_ERR_INVALID;
-  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  gemini_status_t status = GEMINI_OK;
+  bool unused = false;
   pthread_mutex_lock(&sim->streams_lock);
-  for (uint32_t index = 0; index < GMI_DEVICE_MAX_STREAMS; index++) {
+  for (uint32_t index = 0; !unused && index < GMI_DEVICE_MAX_STREAMS; index++) {
     stream_t *stream = stream_of(sim, index);
     if (!stream) {
+      unused = true;
       stream = stream_new(sim, index);
+      if (!stream) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for its records");
       if (!stream) break;
       atomic_store_explicit(&sim->streams[index], stream, memory_order_release);
     }
     pthread_mutex_lock(&stream->lock);
-    bool unused = stream->state == STREAM_NONE;
+    unused = stream->state == STREAM_NONE;
     if (unused) {
       stream->at_ns = 0;
       atomic_store(&stream->failure, GEMINI_OK);
       stream->state = STREAM_LIVE;
-      if (stream_start(stream)) {
-        *stream_out = index;
-        status = GEMINI_OK;
-      } else {
-        stream->state = STREAM_NONE;
-      }
+      status = stream_start(stream);
+      if (status) stream->state = STREAM_NONE;
+      else *stream_out = index;
     }
     pthread_mutex_unlock(&stream->lock);
-    if (unused) break;
   }
   pthread_mutex_unlock(&sim->streams_lock);
+  if (!unused)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, 0, "%u streams exist, which is the limit", GMI_DEVICE_MAX_STREAMS);
   return status;
 }
 
@@ -384,7 +388,9 @@ static gemini_status_t sim_sync(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = stream_of(self, index);
   if (!stream || !mark_recorded(stream, mark)) return GEMINI_ERR_INVALID;
   mark_wait(stream, mark);
-  return atomic_load(&stream->failure);
+  gemini_status_t failure = atomic_load(&stream->failure);
+  return failure ? gmi_fail(failure, 0, "a failure that was queued on stream %u of the simulated device", index)
+                 : GEMINI_OK;
 }
 
 static gemini_status_t sim_mark_time(void *self, uint32_t index, uint64_t mark, uint64_t *ns_out) {
@@ -408,6 +414,12 @@ static gemini_status_t sim_zero(void *self, uint32_t stream, void *dst, uint64_t
 static gemini_status_t sim_call(void *self, uint32_t stream, void (*fn)(void *user), void *user) {
   if (!fn) return GEMINI_ERR_INVALID;
   task_t task = { .kind = TASK_CALL, .u.call = { fn, user } };
+  return enqueue(self, stream, &task, NULL);
+}
+
+static gemini_status_t sim_run(void *self, uint32_t stream, gemini_status_t (*fn)(void *user), void *user) {
+  if (!fn) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_RUN, .u.run = { fn, user } };
   return enqueue(self, stream, &task, NULL);
 }
 
@@ -477,9 +489,10 @@ static gemini_status_t sim_open(const gmi_device_config_t *config, void **self_o
                     (unsigned long long)config->memory_bytes, (unsigned long long)GRANULE_BYTES,
                     (unsigned long long)MEMORY_MAX_BYTES);
   if (config->ordinal)
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the only device is number 0, not %u", config->ordinal);
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "device_ordinal is %u, the simulated device has only 0",
+                    config->ordinal);
   sim_t *sim = calloc(1, sizeof *sim);
-  if (!sim) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for its records");
+  if (!sim) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of the simulated device");
   gmi_fork_hold();
   sim->memory_fd = memfd_create("gemini-sim", MFD_CLOEXEC);
   gmi_fork_close(sim->memory_fd); /* a child's copy would keep the memory alive as long as the child lives */
@@ -535,6 +548,7 @@ const gmi_device_ops_t gmi_device_sim = {
   .queue.copy = sim_copy,
   .queue.zero = sim_zero,
   .queue.call = sim_call,
+  .queue.run = sim_run,
   .queue.sum_squares = sim_sum_squares,
   .memory.host_lock = gmi_sim_host_lock,
   .memory.host_unlock = gmi_sim_host_lock,

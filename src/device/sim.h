@@ -28,7 +28,7 @@
 #define TASK_BATCH 16u
 #define NS_PER_S UINT64_C(1000000000)
 
-enum { TASK_MARK, TASK_WAIT, TASK_WAIT_FLAG, TASK_COPY, TASK_ZERO, TASK_CALL, TASK_SUM_SQUARES, TASK_FAIL };
+enum { TASK_MARK, TASK_WAIT, TASK_WAIT_FLAG, TASK_COPY, TASK_ZERO, TASK_CALL, TASK_RUN, TASK_SUM_SQUARES, TASK_FAIL };
 enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
 
 struct stream;
@@ -57,6 +57,10 @@ typedef struct task {
       void (*fn)(void *user);
       void *user;
     } call;
+    struct {
+      gemini_status_t (*fn)(void *user);
+      void *user;
+    } run;
     struct {
       const void *src;
       double *sum;
@@ -88,7 +92,7 @@ typedef struct stream {
    * mark_reach(). */
   _Atomic uint64_t wanted;
   /* Atomic: the last mark reached. Written by the stream's thread only; its store publishes the results of the work
-   * before it. Pairs with the acquire loads of those who look. */
+   * before it. Pairs with the acquire loads of threads that look. */
   _Atomic uint64_t reached;
   /* Atomic: the stream's first failure, or GEMINI_OK. Stored by the stream's thread before `reached` of any later mark,
    * so a thread that sees such a mark reached sees the failure. */

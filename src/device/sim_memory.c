@@ -6,6 +6,7 @@
  *
  * All runs on the caller's thread. memory_lock guards the records and is not held during system calls that may take
  * long (mmap, fallocate): the caller does not map, unmap or destroy the same frame or address from two threads. */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,12 +70,18 @@ static void *map_nothing(void *va, uint64_t size_bytes, int flags) {
   return mmap(va, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
 }
 
+/* A system call has failed: records it with errno. */
+static gemini_status_t no_room(const char *function) {
+  int error = errno;
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "%s: %s", function, strerror(error));
+}
+
 gemini_status_t gmi_sim_reserve(void *self, uint64_t size_bytes, void **base_out) {
   sim_t *sim = self;
   if (!gmi_sim_size_ok(size_bytes) || !base_out) return GEMINI_ERR_INVALID;
   uint64_t whole_bytes = size_bytes + BASE_ALIGN_BYTES;
   unsigned char *whole = map_nothing(NULL, whole_bytes, 0);
-  if (whole == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  if (whole == MAP_FAILED) return no_room("mmap");
   uint64_t skip_bytes = -(uintptr_t)whole % BASE_ALIGN_BYTES;
   unsigned char *base = whole + skip_bytes;
   if (skip_bytes) munmap(whole, skip_bytes);
@@ -91,7 +98,7 @@ gemini_status_t gmi_sim_reserve(void *self, uint64_t size_bytes, void **base_out
   pthread_mutex_unlock(&sim->memory_lock);
   if (!ok) {
     munmap(base, size_bytes);
-    return GEMINI_ERR_OOM_SYSTEM;
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for records of address ranges");
   }
   *base_out = base;
   return GEMINI_OK;
@@ -132,10 +139,14 @@ gemini_status_t gmi_sim_frame_create(void *self, uint64_t size_bytes, uint64_t *
   pthread_mutex_lock(&sim->memory_lock);
   if (size_bytes > sim->memory_bytes || sim->used_bytes > sim->memory_bytes - size_bytes) {
     status = GEMINI_ERR_OOM_DEVICE;
-  } else if (size_bytes > sim->file_limit_bytes - sim->file_bytes ||
-             !array_reserve((void **)&sim->frames, &sim->frame_capacity, sim->frame_count, sizeof *sim->frames) ||
-             ftruncate(sim->memory_fd, (off_t)(sim->file_bytes + size_bytes)) != 0) {
-    status = GEMINI_ERR_OOM_SYSTEM;
+  } else if (size_bytes > sim->file_limit_bytes - sim->file_bytes) {
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, EFBIG,
+                      "all frames created so far come to %llu bytes, the limit on file sizes is %llu",
+                      (unsigned long long)sim->file_bytes, (unsigned long long)sim->file_limit_bytes);
+  } else if (!array_reserve((void **)&sim->frames, &sim->frame_capacity, sim->frame_count, sizeof *sim->frames)) {
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for records of frames");
+  } else if (ftruncate(sim->memory_fd, (off_t)(sim->file_bytes + size_bytes)) != 0) {
+    status = no_room("ftruncate");
   } else {
     frame = sim->file_bytes;
     sim->frames[sim->frame_count++] = (frame_t){ frame, size_bytes };
@@ -172,7 +183,7 @@ gemini_status_t gmi_sim_frame_destroy(void *self, uint64_t frame, uint64_t size_
   /* The frame exists and its bytes count as used until the hole has been punched, so that existing memory never exceeds
    * the budget. */
   if (fallocate(sim->memory_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)frame, (off_t)size_bytes))
-    return GEMINI_ERR_OOM_SYSTEM;
+    return no_room("fallocate");
   pthread_mutex_lock(&sim->memory_lock);
   frame_forget(sim, frame_find(sim, frame, size_bytes)); /* looked up again: the array may have moved */
   sim->used_bytes -= size_bytes;
@@ -188,7 +199,7 @@ gemini_status_t gmi_sim_map(void *self, void *va, uint64_t frame, uint64_t size_
   if (!ok) return GEMINI_ERR_INVALID;
   void *mapped =
       mmap(va, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE, sim->memory_fd, (off_t)frame);
-  if (mapped == MAP_FAILED) return GEMINI_ERR_OOM_SYSTEM;
+  if (mapped == MAP_FAILED) return no_room("mmap");
   (void)madvise(mapped, size_bytes, MADV_DONTFORK); /* the mapping is shared: a child would write to our chunks */
   return GEMINI_OK;
 }
@@ -200,7 +211,7 @@ gemini_status_t gmi_sim_unmap(void *self, void *va, uint64_t size_bytes) {
   pthread_mutex_unlock(&sim->memory_lock);
   if (!ok) return GEMINI_ERR_INVALID;
   /* MAP_FIXED replaces the mapping in one step: between munmap() and mmap() another thread could take the addresses. */
-  return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+  return map_nothing(va, size_bytes, MAP_FIXED) == MAP_FAILED ? no_room("mmap") : GEMINI_OK;
 }
 
 uint64_t gmi_sim_granularity(void *self) {

@@ -9,11 +9,10 @@
  * functions: any thread. */
 #include <string.h>
 
+#include "base/dtype.h"
 #include "device/device.h"
 
 enum { TOGETHER = 8 /* blocks */, TILE = 64 /* values of each that are squared before they are added */ };
-
-static const uint32_t widths[] = { 4, 2, 2, 8 }; /* bytes, by dtype */
 
 static float float_of_bits(uint32_t bits) {
   float value;
@@ -72,7 +71,8 @@ static inline void sum_blocks(const unsigned char *bytes, uint32_t dtype, uint64
   double tile[TOGETHER][TILE], sums[TOGETHER] = { 0 };
   for (uint64_t at = 0; at < count; at += TILE) {
     uint32_t size = count - at < TILE ? (uint32_t)(count - at) : TILE;
-    for (uint32_t b = 0; b < blocks; b++) squares(bytes + (b * count + at) * widths[dtype], dtype, size, tile[b]);
+    for (uint32_t b = 0; b < blocks; b++)
+      squares(bytes + (b * count + at) * gmi_dtype_bytes(dtype), dtype, size, tile[b]);
     for (uint32_t i = 0; i < size; i++)
       for (uint32_t b = 0; b < blocks; b++) sums[b] += tile[b][i];
   }
@@ -87,7 +87,7 @@ double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count) {
 
 void gmi_sum_squares_each(const void *src, uint32_t dtype, uint64_t count, uint64_t blocks, double *sums_out) {
   const unsigned char *bytes = src;
-  uint64_t b = 0, block_bytes = count * widths[dtype];
+  uint64_t b = 0, block_bytes = count * gmi_dtype_bytes(dtype);
   for (; blocks - b >= TOGETHER; b += TOGETHER)
     sum_blocks(bytes + b * block_bytes, dtype, count, TOGETHER, sums_out + b);
   for (; b < blocks; b++) sum_blocks(bytes + b * block_bytes, dtype, count, 1, sums_out + b);

@@ -43,8 +43,8 @@ typedef struct {
 
 /* EMPTY: not backed. COMING: a thread is in commit. READY: backed. */
 enum { GRAIN_EMPTY = 0, GRAIN_COMING = 1, GRAIN_READY = 2 };
-/* pages keeps a grain: a READY grain has pages > 0 and is decommitted when they become 0. A COMING grain has pages > 0,
- * too: those of the thread in commit, and of threads that wait for it. */
+/* `pages` keeps a grain backed: a READY grain has pages > 0 and is decommitted when they become 0. A COMING grain has
+ * pages > 0, too: those of the thread in commit, and of threads that wait for it. */
 typedef struct {
   uint32_t pages; /* pages of the grain that lie in extents, or in parts that wait for the grain */
   uint32_t state;
@@ -72,11 +72,14 @@ struct gmi_host_heap {
 /* A result of range_take() that is no status: there is no space, and the caller has to record the error. */
 enum { RANGE_FULL = 1 };
 /* Why the allocation hook refused in this thread's current allocation: 0 (it did not), RANGE_FULL, or a status whose
- * message is recorded. A variable, because jemalloc passes only "failed" from a hook to its caller; of the thread,
- * because hooks run on the thread that allocates and the lock may be released meanwhile. */
+ * message is recorded. It is a variable because jemalloc passes only "failed" from a hook to its caller, and
+ * thread-local because hooks run on the thread that allocates and the lock may be released meanwhile. */
 static _Thread_local gemini_status_t refusal;
-/* This thread is in commit or decommit. Using the heap there would enter jemalloc a second time on one thread, and it
- * would serve the block from another arena. */
+/* The extent that jemalloc has got in this thread's current allocation. If the allocation fails afterwards, as jemalloc
+ * has no memory for its records, jemalloc forgets the extent: small_alloc() gives it back. */
+static _Thread_local range_t fresh;
+/* This thread is in commit or decommit. Using the heap there would enter jemalloc a second time on the same thread, and
+ * jemalloc would serve the block from another arena. */
 static _Thread_local bool in_callback;
 
 /* ---- ranges */
@@ -311,13 +314,16 @@ static void *extent_alloc(extent_hooks_t *hooks, void *wanted, size_t size, size
   uint8_t *extent = (uint8_t *)b->config.base + offset;
   if (*zero) memset(extent, 0, size);
   *commit = true;
+  fresh = (range_t){ offset, size };
   return extent;
 }
 
 static bool extent_dalloc(extent_hooks_t *hooks, void *extent, size_t size, bool committed, unsigned arena) {
   gmi_host_heap_t *b = blocks_of(hooks);
+  uint64_t offset = (uint64_t)((uint8_t *)extent - (uint8_t *)b->config.base);
   (void)committed, (void)arena;
-  range_give(b, (uint64_t)((uint8_t *)extent - (uint8_t *)b->config.base), size);
+  if (offset == fresh.offset) fresh.size_bytes = 0;
+  range_give(b, offset, size);
   return false;
 }
 
@@ -460,7 +466,7 @@ static gemini_status_t range_full(const gmi_host_heap_t *b, uint64_t size) {
                   "a host block of %" PRIu64 " bytes does not fit: of %" PRIu64 " bytes, %" PRIu64
                   " are in use, the longest free part has %" PRIu64 "%s",
                   size, b->config.size_bytes, b->extent_bytes, longest,
-                  longest >= size ? ", but not aligned, or held by others" : "");
+                  longest >= size ? ", but it is not aligned as asked for, or is held by chunks" : "");
 }
 
 static gemini_status_t large_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, void **block_out) {
@@ -479,8 +485,10 @@ static gemini_status_t large_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t a
 
 static gemini_status_t small_alloc(gmi_host_heap_t *b, uint64_t size, uint64_t alignment, void **block_out) {
   refusal = 0;
+  fresh.size_bytes = 0;
   void *block =
       gmi_je_mallocx(size, MALLOCX_ARENA((int)b->arena) | MALLOCX_TCACHE_NONE | (int)MALLOCX_ALIGN(alignment));
+  if (!block && fresh.size_bytes) range_give(b, fresh.offset, fresh.size_bytes);
   if (!block && refusal) return refusal;
   if (!block) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the records of host blocks");
   uint64_t place = (uint64_t)((uint8_t *)block - (uint8_t *)b->config.base) / ALIGN_LEAST;

@@ -10,6 +10,7 @@
  *
  * The lock is held through a whole commit or decommit, so these are serialised; nothing else is called in it. */
 #include "host/reserve.h"
+#include "base/clock.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -220,12 +221,6 @@ typedef struct {
   _Atomic int error;     /* Atomic: errno of a failure, or 0. Relaxed: a hint to stop; returned after the joins */
 } touch_t;
 
-static uint64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
-}
-
 /* Makes the pages of a slice exist. MADV_POPULATE_WRITE reports a lack of memory as an error; touching by hand, which
  * older kernels need, cannot. EAGAIN is tried again for AGAIN_NS. Returns 0 or an errno. */
 static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
@@ -233,8 +228,8 @@ static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
   while (madvise(begin, bytes, MADV_POPULATE_WRITE)) {
     if (errno == EINTR) continue;
     if (errno == EAGAIN) {
-      if (!deadline_ns) deadline_ns = now_ns() + AGAIN_NS;
-      if (now_ns() >= deadline_ns) return EAGAIN;
+      if (!deadline_ns) deadline_ns = gmi_now_ns() + AGAIN_NS;
+      if (gmi_now_ns() >= deadline_ns) return EAGAIN;
       nanosleep(&(struct timespec){ 0, AGAIN_PAUSE_NS }, NULL);
       continue;
     }

@@ -283,8 +283,9 @@ static void child_load(const saved_t *saved, int answer) {
   _exit(0);
 }
 
-/* The child's answer, 0 if it ends without one. A process that another thread forks meanwhile inherits the writing end
- * of the pipe, so the end of the child shows in waitpid(), not always at the pipe. alarm() bounds all of it. */
+/* Returns the child's answer, or 0 if the child ends without one. A process that another thread forks meanwhile
+ * inherits the writing end of the pipe, so the pipe may stay open after the child has ended; waitpid() shows the end.
+ * The child's alarm() bounds the wait. */
 static char child_answer(pid_t child, int fd) {
   char said = 0;
   for (;;) {
@@ -298,7 +299,7 @@ static char child_answer(pid_t child, int fd) {
   }
 }
 
-/* Lets a child process try the file. It answers with one byte; none means that it died. */
+/* Lets a child process try the file. The child answers with one byte; no byte means that it crashed. */
 static gemini_status_t saved_check(const saved_t *saved) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC))
@@ -314,7 +315,7 @@ static gemini_status_t saved_check(const saved_t *saved) {
                     strerror(error));
   if (said == 'y') return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_FORMAT, 0, "%s: hwloc %s", saved->path,
-                  said ? "cannot load it as a topology" : "does not survive loading it: the file is damaged");
+                  said ? "cannot load it as a topology" : "crashes when it loads this file: the file is damaged");
 }
 
 gemini_status_t gmi_topology_load(const char *path, gmi_topology_t **topology_out) {
@@ -335,7 +336,7 @@ void gmi_topology_free(gmi_topology_t *t) {
   free(t);
 }
 
-/* ---- questions */
+/* ---- queries */
 
 uint32_t gmi_topology_count(const gmi_topology_t *t, uint32_t kind) {
   return kind < GEMINI_OBJECT_COUNT ? t->objects[kind].count : 0;
@@ -343,13 +344,13 @@ uint32_t gmi_topology_count(const gmi_topology_t *t, uint32_t kind) {
 
 static gemini_status_t kind_check(uint32_t kind) {
   if (kind < GEMINI_OBJECT_COUNT) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, the last one is %d", kind, GEMINI_OBJECT_COUNT - 1);
+  return gmi_fail(GEMINI_ERR_INVALID, 0, "kind is %u, must be 0 to %d", kind, GEMINI_OBJECT_COUNT - 1);
 }
 
 static const object_t *object_get(const gmi_topology_t *t, uint32_t kind, uint32_t index) {
   if (kind_check(kind)) return NULL;
   if (index < t->objects[kind].count) return &t->objects[kind].items[index];
-  gmi_fail(GEMINI_ERR_INVALID, 0, "%s %u: there are %u", kind_names[kind], index, t->objects[kind].count);
+  gmi_fail(GEMINI_ERR_INVALID, 0, "there is no %s %u: there are %u", kind_names[kind], index, t->objects[kind].count);
   return NULL;
 }
 
@@ -665,7 +666,8 @@ static gemini_status_t topology_directory(gemini_topology_t topology, const char
   if (!path || !disks_out || !count_out)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL", !path ? "path" : !disks_out ? "disks_out" : "count_out");
   if (!hwloc_topology_is_thissystem(t->hwloc))
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "%s: the topology is a saved one, directories are this machine's", path);
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "%s: the topology was loaded from a file, but directories are those of this machine", path);
   struct stat st;
   if (stat(path, &st)) return gmi_fail(GEMINI_ERR_IO, errno, "%s: %s", path, strerror(errno));
   gemini_status_t status =

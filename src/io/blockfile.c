@@ -116,7 +116,8 @@ gemini_status_t gmi_file_check_own(const gmi_sys_t *sys, int fd, const char *pat
     return gmi_fail(GEMINI_ERR_FORMAT, EPERM, "file tier: %s belongs to user %u, but this process is user %u", path,
                     (unsigned)info_out->st_uid, (unsigned)geteuid());
   if (info_out->st_nlink > 1)
-    return gmi_fail(GEMINI_ERR_FORMAT, EMLINK, "file tier: %s has %lu names: it may be another file, too", path,
+    return gmi_fail(GEMINI_ERR_FORMAT, EMLINK,
+                    "file tier: %s has %lu names (hard links): another program may use it under another name", path,
                     (unsigned long)info_out->st_nlink);
   return GEMINI_OK;
 }

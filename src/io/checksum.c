@@ -3,9 +3,9 @@
  *
  * The crc32 instruction has a latency of three cycles and a throughput of one per cycle, so three independent streams
  * keep it busy. Each stream sums a stretch of its own. The sums are combined as polynomials over GF(2): the sum of a
- * stretch that n more bits follow counts x^n times. To multiply by x^n modulo the polynomial, the sum is multiplied
- * without carries by x^(n-33) modulo the polynomial, and the 64-bit product is fed to the crc32 instruction, which
- * reduces it and multiplies by x^32; the one bit that is missing comes from reflection (a product of reflected
+ * stretch that is followed by n more bits is multiplied by x^n. To multiply by x^n modulo the polynomial, the sum is
+ * multiplied without carries by x^(n-33) modulo the polynomial, and the 64-bit product is fed to the crc32 instruction,
+ * which reduces it and multiplies by x^32; the one bit that is missing comes from reflection (a product of reflected
  * polynomials is shifted by one).
  *
  * Tables are filled once, by the first caller (pthread_once). No other shared state; any thread. */
@@ -17,8 +17,8 @@
 #define POLYNOMIAL UINT32_C(0x82f63b78) /* reflected: x^31 is the lowest bit */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* tables[k][b]: the contribution of byte b to the sum when k more bytes follow it. All these are written in prepare()
- * only, before pthread_once() returns in any thread. */
+/* tables[k][b]: the contribution of byte b to the sum when k more bytes follow it. The tables and `best` are written in
+ * prepare() only, before pthread_once() returns in any thread. */
 static uint32_t tables[8][256];
 static uint32_t (*best)(uint32_t crc, const void *bytes, size_t size_bytes);
 static void prepare(void);

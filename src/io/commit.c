@@ -41,9 +41,9 @@ gemini_status_t gmi_commit_read(gmi_store_t *store, uint32_t *block_count_io) {
   if (status) return status;
   if (x->block_bytes != s->block_bytes || x->file_count != s->file_count)
     return gmi_fail(GEMINI_ERR_FORMAT, 0,
-                    "index %s, byte 12: blocks of %llu bytes in %u directories, not of %llu bytes in %u", s->index_path,
-                    (unsigned long long)x->block_bytes, x->file_count, (unsigned long long)s->block_bytes,
-                    s->file_count);
+                    "index %s, byte 12: it has blocks of %llu bytes in %u directories, want %llu bytes in %u",
+                    s->index_path, (unsigned long long)x->block_bytes, x->file_count,
+                    (unsigned long long)s->block_bytes, s->file_count);
   /* Files may have been truncated or exchanged since: a block beyond the end is found here, not at its first read. */
   for (uint32_t i = 0; i < x->entry_count; i++) {
     uint32_t block = x->entries[i].block;
@@ -85,15 +85,15 @@ void gmi_commit_adopt(gmi_store_t *store) {
 static gemini_status_t include(gmi_store_t *s, const gmi_kept_t *kept, gmi_index_entry_t *entry_out) {
   uint32_t block = kept->block;
   if (block >= s->block_count || !(s->blocks[block].flags & BLOCK_TAKEN))
-    return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u was not taken", block);
+    return gmi_fail(GEMINI_ERR_STATE, 0, "checkpoint: block %u was not taken", block);
   gmi_block_t *b = &s->blocks[block];
-  if (b->flags & BLOCK_PENDING) return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u is named twice", block);
-  if (b->flags & BLOCK_WRITING) return gmi_fail(GEMINI_ERR_BUSY, 0, "commit: block %u is being written", block);
+  if (b->flags & BLOCK_PENDING) return gmi_fail(GEMINI_ERR_STATE, 0, "checkpoint: block %u is named twice", block);
+  if (b->flags & BLOCK_WRITING) return gmi_fail(GEMINI_ERR_BUSY, 0, "checkpoint: block %u is being written", block);
   if (!(b->flags & BLOCK_READABLE))
-    return gmi_fail(GEMINI_ERR_STATE, 0, "commit: block %u %s", block,
+    return gmi_fail(GEMINI_ERR_STATE, 0, "checkpoint: block %u %s", block,
                     b->flags & BLOCK_FAILED ? "could not be written" : "was never written");
   if (b->flags & BLOCK_SUSPECT)
-    return gmi_fail(GEMINI_ERR_IO, EIO, "commit: block %u could not be synced, and has to be written again", block);
+    return gmi_fail(GEMINI_ERR_IO, EIO, "checkpoint: block %u could not be synced, and has to be written again", block);
   b->flags |= BLOCK_PENDING;
   *entry_out = (gmi_index_entry_t){ .key = kept->key, .generation = b->generation, .block = block };
   if (b->flags & BLOCK_SUMMED) entry_out->checksum = b->checksum;
@@ -126,7 +126,8 @@ static gemini_status_t sync_blocks(gmi_store_t *s) {
     do result = s->sys->fdatasync(file->fd);
     while (result && errno == EINTR);
     if (result)
-      status = gmi_fail(gmi_file_status(errno), errno, "commit: could not sync %s: %s", file->path, strerror(errno));
+      status =
+          gmi_fail(gmi_file_status(errno), errno, "checkpoint: could not sync %s: %s", file->path, strerror(errno));
     pthread_mutex_lock(&s->lock);
     for (uint32_t b = f; b < s->block_count; b += s->file_count) {
       uint16_t *flags = &s->blocks[b].flags;
@@ -174,10 +175,11 @@ static gemini_status_t make(gmi_store_t *s, gmi_index_t *x, const gmi_kept_t *bl
 gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, uint32_t count, const void *blob,
                                  uint64_t blob_bytes) {
   gmi_store_t *s = store;
-  if (!s->keep) return gmi_fail(GEMINI_ERR_STATE, 0, "commit: the files are not kept");
+  if (!s->keep) return gmi_fail(GEMINI_ERR_STATE, 0, "checkpoint: the files are not kept");
   if (blob_bytes > GMI_BLOB_LIMIT_BYTES || (blob_bytes && !blob) || (count && !blocks))
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "commit: %u blocks at %p, a blob of %llu bytes at %p, must be at most %d",
-                    count, (const void *)blocks, (unsigned long long)blob_bytes, blob, GMI_BLOB_LIMIT_BYTES);
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "checkpoint: %u blocks at %p, a blob of %llu bytes at %p, must be at most %d", count,
+                    (const void *)blocks, (unsigned long long)blob_bytes, blob, GMI_BLOB_LIMIT_BYTES);
   gmi_index_t x = {
     .block_bytes = s->block_bytes, .file_count = s->file_count, .entry_count = count, .blob_bytes = blob_bytes
   };
@@ -189,7 +191,7 @@ gemini_status_t gmi_store_commit(gmi_store_t *store, const gmi_kept_t *blocks, u
   /* Everything that the committed state needs is allocated before the index is replaced: after that point no failure
    * may leave the records behind the files. */
   if (!kept || !x.entries || !x.blob) {
-    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "commit: no memory for the index of %u blocks", count);
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "checkpoint: no memory for the index of %u blocks", count);
   } else {
     if (blob_bytes) memcpy(x.blob, blob, blob_bytes);
     for (uint32_t i = 0; i < count; i++) kept[i] = (gmi_kept_t){ .block = blocks[i].block, .key = blocks[i].key };
@@ -224,7 +226,7 @@ gemini_status_t gmi_store_committed(gmi_store_t *store, const gmi_kept_t **block
   pthread_mutex_lock(&s->admin);
   gemini_status_t status = GEMINI_OK;
   if (!s->committed.number) {
-    status = gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "index %s: there is no commit yet", s->index_path);
+    status = gmi_fail(GEMINI_ERR_NOT_FOUND, 0, "index %s: there is no checkpoint yet", s->index_path);
   } else {
     *blocks_out = s->kept;
     *count_out = s->committed.entry_count;

@@ -39,8 +39,8 @@ enum {
   PAUSE_US = 1000,
   PAUSE_LIMIT_US = 16000
 };
-/* Most bytes of one file's requests that are not urgent which are in the kernel at once. An urgent request has to wait
- * for them; they suffice to keep a drive busy that moves 8 GB/s with a latency of 2 ms. */
+/* The most bytes that non-urgent requests of one file may have in the kernel at once. An urgent request has to wait for
+ * them; they suffice to keep a drive busy that moves 8 GB/s with a latency of 2 ms. */
 static const uint64_t OTHERS_BYTES = UINT64_C(16) << 20;
 
 uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
@@ -59,7 +59,7 @@ uint32_t gmi_direct_alignment_bytes(const gmi_sys_t *sys, int fd) {
   return larger && (larger & (larger - 1)) == 0 && larger <= GMI_PART_LIMIT_BYTES ? larger : PAGE_BYTES;
 }
 
-/* With AUTO, threads are used when io_uring cannot be; features then tells why. */
+/* With AUTO, threads are used where io_uring does not work; features then says why. */
 gemini_status_t gmi_engine_open(const gmi_engine_config_t *config, gmi_engine_t **engine_out) {
   if (config->kind > GMI_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file engine: kind is %u, must be 0 to %d", config->kind,
@@ -152,8 +152,8 @@ static const char *fault_of(const gmi_engine_t *e, const gmi_request_t *r) {
   if (!r->buffer) return "the buffer is NULL";
   if (!r->size_bytes) return "the size is 0";
   if (r->size_bytes > INT64_MAX || r->offset_bytes > INT64_MAX - r->size_bytes)
-    return "offset and size pass the largest file";
-  if (r->size_bytes > UINTPTR_MAX - (uintptr_t)r->buffer) return "buffer and size pass the address space";
+    return "offset and size end beyond the largest file offset";
+  if (r->size_bytes > UINTPTR_MAX - (uintptr_t)r->buffer) return "buffer and size end beyond the address space";
   if (r->offset_bytes & mask) return "the offset is no multiple of the file's alignment";
   if (r->size_bytes & mask) return "the size is no multiple of the file's alignment";
   if ((uintptr_t)r->buffer & mask) return "the buffer is not aligned as the file demands";

@@ -76,14 +76,14 @@ static gemini_status_t check_header(const char *path, const uint8_t *h, uint64_t
     return malformed(path, 24, "the size of a block is out of range");
   if (x->block_count == GMI_BLOCK_NONE || x->block_count > (uint64_t)INT64_MAX / x->block_bytes)
     return malformed(path, 32, "the number of blocks is out of range");
-  if (get(h + 36, 4)) return malformed(path, 36, "not 0");
+  if (get(h + 36, 4)) return malformed(path, 36, "a reserved field is not 0");
   if (x->entry_count > x->block_count) return malformed(path, 40, "more blocks are kept than there are");
-  if (get(h + 44, 4) > 1) return malformed(path, 44, "neither 0 nor 1");
+  if (get(h + 44, 4) > 1) return malformed(path, 44, "the flag of checksums is neither 0 nor 1");
   if (x->blob_bytes > GMI_BLOB_LIMIT_BYTES) return malformed(path, 48, "the blob is too long");
-  if (!x->number) return malformed(path, 56, "the number of the commit is 0");
-  if (get(h + 72, 8)) return malformed(path, 72, "not 0");
+  if (!x->number) return malformed(path, 56, "the number of the checkpoint is 0");
+  if (get(h + 72, 8)) return malformed(path, 72, "a reserved field is not 0");
   uint64_t whole = HEADER_BYTES + (uint64_t)x->entry_count * ENTRY_BYTES + x->blob_bytes + SUM_BYTES;
-  if (get(h + 16, 8) != whole) return malformed(path, 16, "its size does not agree with what is in it");
+  if (get(h + 16, 8) != whole) return malformed(path, 16, "the size of the file does not agree with its contents");
   if (file_bytes != whole) return malformed(path, file_bytes, "the file is shorter or longer than it says");
   return GEMINI_OK;
 }
@@ -189,8 +189,8 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   if (index->blob_bytes) memcpy(at, index->blob, index->blob_bytes);
   put(bytes + size - SUM_BYTES, gmi_crc32c(0, bytes, size - SUM_BYTES), SUM_BYTES);
 
-  /* The name may exist: left by a killed process, or a second name of another file, or the name of no regular file. It
-   * is removed and created anew with O_EXCL, so that only a file of this call's own is written. */
+  /* The name may exist: a killed process left the file, or the name is a hard link, or what it names is no regular
+   * file. It is removed and created anew with O_EXCL, so that this call writes only a file that it has created. */
   int fd;
   gmi_file_limit_t limit = gmi_file_limit_begin();
   (void)sys->unlink(beside); /* if it cannot be removed, open() with O_EXCL fails and says so */

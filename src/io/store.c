@@ -137,7 +137,7 @@ static gemini_status_t fail_again(const failure_t *why) {
   return gmi_fail(why->status, why->native_code, "%s", why->message);
 }
 
-/* Stops at the first file that fails. */
+/* Resizes the files to hold block_count blocks; stops at the first file that fails. */
 static gemini_status_t resize_files(gmi_store_t *s, uint32_t block_count) {
   uint32_t f = 0;
   gemini_status_t status = GEMINI_OK;
@@ -244,7 +244,8 @@ gemini_status_t gmi_store_resize(gmi_store_t *store, uint32_t block_count) {
 
 /* ---- open and close */
 static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files_out) {
-  if (!c->directories || !*c->directories) return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: no directory");
+  if (!c->directories || !*c->directories)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: file_dir names no directory");
   if (!c->block_bytes || c->block_bytes % 512 || c->block_bytes > INT64_MAX)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: blocks of %llu bytes, must be a multiple of 512",
                     (unsigned long long)c->block_bytes);
@@ -259,9 +260,10 @@ static gemini_status_t check_config(const gmi_store_config_t *c, uint32_t *files
   for (const char *at = c->directories;; at++) {
     size_t length = strcspn(at, ":");
     if (!length)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: a directory without a name in '%.200s'", c->directories);
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: file_dir '%.200s' names an empty directory", c->directories);
     if (++count > GMI_ENGINE_FILES_LIMIT)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: more than %d directories", GMI_ENGINE_FILES_LIMIT);
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "file tier: file_dir names more than %d directories",
+                      GMI_ENGINE_FILES_LIMIT);
     at += length;
     if (!*at) break;
   }

@@ -51,7 +51,8 @@ struct gmi_block_request {
    * store. */
   void (*done)(gmi_block_request_t *request);
   void *user;
-  uint64_t size_bytes; /* from the block's begin, a multiple of 4096; 0: the whole block. A read: what was written */
+  /* From the block's begin, a multiple of 4096; 0: the whole block. For a read, the size that was written. */
+  uint64_t size_bytes;
   /* Result when io.status is not OK: what happened, with file, offset, block, owner, checksums and generations. */
   char message[440];
   /* Private to the store: */

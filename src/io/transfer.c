@@ -231,7 +231,7 @@ static gemini_status_t check(const gmi_store_t *s, gmi_block_request_t *r) {
   if (!(b->flags & BLOCK_TAKEN)) return refuse(r, GEMINI_ERR_STATE, "it was not taken");
   if (b->flags & BLOCK_WRITING) return refuse(r, GEMINI_ERR_BUSY, "it is being written");
   if (r->write) {
-    if (b->flags & (BLOCK_COMMITTED | BLOCK_PENDING)) return refuse(r, GEMINI_ERR_STATE, "it belongs to a commit");
+    if (b->flags & (BLOCK_COMMITTED | BLOCK_PENDING)) return refuse(r, GEMINI_ERR_STATE, "it belongs to a checkpoint");
     if (b->readers) return refuse(r, GEMINI_ERR_BUSY, "it is being read");
   } else {
     if (b->flags & BLOCK_FAILED) return refuse(r, GEMINI_ERR_IO, "the last write to it failed");

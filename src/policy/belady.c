@@ -2,8 +2,8 @@
  * Called by plan.c for every candidate plan.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Between two consecutive accesses a chunk is either kept or dropped. A kept chunk occupies a frame in every step
- * between the two accesses. So an iteration is a circle with a capacity at each step, a kept chunk is an arc of that
+ * Between two consecutive accesses a chunk is either kept or dropped. A kept chunk occupies a frame in every stage
+ * between the two accesses. So an iteration is a circle with a capacity at each stage, a kept chunk is an arc of that
  * circle, and minimising fetches means choosing as many arcs as the capacities allow.
  *
  * 1. MIN (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2),
@@ -116,7 +116,7 @@ typedef struct sweep {
   bits_t clean, dirty; /* resident chunks by the index of their next access */
   bits_t idle;         /* resident chunks that the next access overwrites: dropping one costs no fetch */
   bits_t kept;         /* call control only: arcs that the round before left open; this round must not drop them */
-  bits_t starts;       /* the index of the first access of each step that has accesses */
+  bits_t starts;       /* the index of the first access of each stage that has accesses */
   uint64_t *hit;       /* accesses that hit in this iteration */
   uint64_t *saved;     /* copy of clean, dirty and idle at the begin of the iteration; in call control, of kept */
   uint8_t *is_dirty;   /* [chunk_count] 1: written since it was fetched */
@@ -150,16 +150,16 @@ static bool sweep_make(sweep_t *s, const gmi_model_t *model, uint32_t reduce) {
     sweep_free(s);
     return false;
   }
-  for (uint32_t j = 0; j < model->step_count; j++)
-    if (model->step_first[j] < model->step_first[j + 1]) bits_set(&s->starts, model->step_first[j]);
+  for (uint32_t j = 0; j < model->stage_count; j++)
+    if (model->stage_first[j] < model->stage_first[j + 1]) bits_set(&s->starts, model->stage_first[j]);
   return true;
 }
 
-/* Frames left for chunks that this step does not access, after its own chunks and the held-back frames are
- * subtracted. 0 at least: a step always gets the frames that it needs itself. */
-static uint32_t slack(const sweep_t *s, uint32_t step) {
-  uint32_t room = gmi_model_room(s->model, step);
-  uint32_t need = s->model->step_first[step + 1] - s->model->step_first[step];
+/* Frames left for chunks that this stage does not access, after its own chunks and the held-back frames are
+ * subtracted. 0 at least: a stage always gets the frames that it needs itself. */
+static uint32_t slack(const sweep_t *s, uint32_t stage) {
+  uint32_t room = gmi_model_room(s->model, stage);
+  uint32_t need = s->model->stage_first[stage + 1] - s->model->stage_first[stage];
   return room > need + (uint64_t)s->reduce ? room - need - s->reduce : 0;
 }
 
@@ -170,9 +170,9 @@ static uint32_t furthest(const bits_t *a, const bits_t *b, uint32_t end) {
   return x > y ? x : y;
 }
 
-/* Drops one resident chunk that this step does not access. Order of choice: an idle chunk (its drop costs no fetch);
- * then, among the chunks whose next use lies in the furthest step, a clean one (its drop costs no write-back); then
- * the lowest index. first is the index of the current step's first access; accesses below it come in the next
+/* Drops one resident chunk that this stage does not access. Order of choice: an idle chunk (its drop costs no fetch);
+ * then, among the chunks whose next use lies in the furthest stage, a clean one (its drop costs no write-back); then
+ * the lowest index. first is the index of the current stage's first access; accesses below it come in the next
  * iteration and are therefore later than all others. */
 static void drop_one(sweep_t *s, uint32_t first) {
   uint32_t count = s->model->access_count;
@@ -194,16 +194,16 @@ static void drop_one(sweep_t *s, uint32_t first) {
   s->open--;
 }
 
-/* Runs MIN over one iteration. In each step: its accesses leave the sets (hits), then chunks are dropped until the
- * rest fit, then the step's chunks enter the sets under their next access. Dropping comes before the insertion
- * because room excludes the step's own chunks. With plain set, clean and dirty chunks are not distinguished: call
+/* Runs MIN over one iteration. In each stage: its accesses leave the sets (hits), then chunks are dropped until the
+ * rest fit, then the stage's chunks enter the sets under their next access. Dropping comes before the insertion
+ * because room excludes the stage's own chunks. With plain set, clean and dirty chunks are not distinguished: call
  * control counts arcs only. */
 static void sweep_iteration(sweep_t *s, bool plain) {
   const gmi_model_t *model = s->model;
   memset(s->hit, 0, word_count(model->access_count) * sizeof *s->hit);
   s->hit_count = s->own_count = 0;
-  for (uint32_t j = 0; j < model->step_count; j++) {
-    uint32_t first = model->step_first[j], end = model->step_first[j + 1], room = slack(s, j);
+  for (uint32_t j = 0; j < model->stage_count; j++) {
+    uint32_t first = model->stage_first[j], end = model->stage_first[j + 1], room = slack(s, j);
     for (uint32_t x = first; x < end; x++) {
       uint32_t access = model->access[x];
       uint8_t *is_dirty = &s->is_dirty[access & GMI_MODEL_CHUNK];
@@ -262,8 +262,8 @@ static bool sweep_tail(sweep_t *s, uint64_t k) {
   for (uint64_t c = 0; c < word_count(count); c++) crossing += (uint64_t)__builtin_popcountll(s->clean.level[0][c]);
   alive = crossing;
   lowest = bits_from(&s->clean, 0, count);
-  for (uint32_t j = 0; j < model->step_count && alive > 0; j++) {
-    for (; alive > 0 && lowest < model->step_first[j + 1]; alive--)
+  for (uint32_t j = 0; j < model->stage_count && alive > 0; j++) {
+    for (; alive > 0 && lowest < model->stage_first[j + 1]; alive--)
       lowest = bits_from(&s->clean, (uint32_t)lowest + 1, count);
     for (uint32_t room = slack(s, j); alive > room; alive--, crossing--)
       bits_clear(&s->clean, bits_below(&s->clean, count));
@@ -280,7 +280,7 @@ enum { DECIDE_NO, DECIDE_YES, DECIDE_UNKNOWN };
 static int decide(sweep_t *s, uint64_t k, uint64_t *work) {
   const gmi_model_t *model = s->model;
   uint64_t words = word_count(model->access_count), bytes = words * sizeof(uint64_t);
-  uint64_t visits = (uint64_t)model->access_count + model->step_count;
+  uint64_t visits = (uint64_t)model->access_count + model->stage_count;
   bits_empty(&s->clean, model->access_count);
   bits_empty(&s->dirty, model->access_count);
   bits_empty(&s->idle, model->access_count);
@@ -333,7 +333,7 @@ void gmi_hits_free(gmi_hits_t *hits) {
 }
 
 gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits_t *hits_out) {
-  uint64_t words = word_count(model->access_count) + 1, visits = (uint64_t)model->access_count + model->step_count;
+  uint64_t words = word_count(model->access_count) + 1, visits = (uint64_t)model->access_count + model->stage_count;
   gmi_hits_t hits = { .words = calloc(words, sizeof *hits.words) };
   sweep_t s;
   if (hits.words == NULL || !sweep_make(&s, model, reduce)) {
@@ -368,13 +368,13 @@ gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits
 gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, gmi_hits_t *hits_out) {
   gmi_hits_t hits = { .words = calloc(word_count(model->access_count) + 1, sizeof *hits.words) };
   if (hits.words == NULL) return GEMINI_ERR_OOM_SYSTEM;
-  for (uint32_t j = 0; j < model->step_count; j++) {
-    uint32_t adjacent = j + 1 < model->step_count ? j + 1 : 0;
-    for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
+  for (uint32_t j = 0; j < model->stage_count; j++) {
+    uint32_t adjacent = j + 1 < model->stage_count ? j + 1 : 0;
+    for (uint32_t x = model->stage_first[j]; x < model->stage_first[j + 1]; x++) {
       uint32_t next = model->next[x];
       if ((next & GMI_MODEL_LEAVE) != 0) continue;
       bool stays = sticky != NULL && sticky[model->access[x] & GMI_MODEL_CHUNK];
-      if (!stays && (next < model->step_first[adjacent] || next >= model->step_first[adjacent + 1])) continue;
+      if (!stays && (next < model->stage_first[adjacent] || next >= model->stage_first[adjacent + 1])) continue;
       hits.words[next >> 6] |= UINT64_C(1) << (next & 63);
     }
   }

@@ -69,7 +69,8 @@ static void say_binding(writer_t *c, const gmi_plan_t *plan) {
     if (busy_ns[i] > busy_ns[most]) most = i;
   say(c, "binds: %s, busy for %.0f %% of the step", names[most],
       plan->predicted_ns > 0 ? 100.0 * (double)busy_ns[most] / (double)plan->predicted_ns : 100.0);
-  if ((double)busy_ns[most] < 0.9 * (double)plan->predicted_ns) say(c, "; the rest is waiting of one for another");
+  if ((double)busy_ns[most] < 0.9 * (double)plan->predicted_ns)
+    say(c, "; the rest is time in which one of them waits for another");
   say(c, "\n");
 }
 

@@ -1,5 +1,5 @@
 /* Derives the planner's tables from its input: facts (gmi_facts_make(), once per input) and the model of a candidate
- * (gmi_model_make(): steps, their accesses, and each access's successor). Called by plan.c.
+ * (gmi_model_make(): stages, their accesses, and each access's successor). Called by plan.c.
  * SPDX-License-Identifier: Apache-2.0 */
 #include "policy/model.h"
 
@@ -107,21 +107,21 @@ end:
 }
 
 void gmi_model_free(gmi_model_t *model) {
-  free(model->step_op);
-  free(model->step_piece);
-  free(model->step_first);
+  free(model->stage_op);
+  free(model->stage_piece);
+  free(model->stage_first);
   free(model->access);
   free(model->next);
   memset(model, 0, sizeof *model);
 }
 
-/* Appends a step and its accesses. A device piece writes all its chunks; none is FRESH, because an update reads what
+/* Appends a stage and its accesses. A device piece writes all its chunks; none is FRESH, because an update reads what
  * it writes. */
-static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
+static void add_stage(gmi_model_t *model, uint32_t op, uint32_t piece) {
   const gmi_plan_input_t *input = model->facts->input;
-  model->step_op[model->step_count] = op;
-  model->step_piece[model->step_count] = piece;
-  model->step_first[model->step_count++] = model->access_count;
+  model->stage_op[model->stage_count] = op;
+  model->stage_piece[model->stage_count] = piece;
+  model->stage_first[model->stage_count++] = model->access_count;
   if (piece == GMI_NO_PIECE) {
     for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
       uint32_t chunk = input->accesses[x].chunk, mode = input->accesses[x].mode;
@@ -138,7 +138,7 @@ static void add_step(gmi_model_t *model, uint32_t op, uint32_t piece) {
   }
 }
 
-/* Links each access to the same chunk's next one by walking the steps backwards twice; ahead[chunk] is the next
+/* Links each access to the same chunk's next one by walking the stages backwards twice; ahead[chunk] is the next
  * access. The first round only establishes what the next iteration accesses first. A host piece after an op sets
  * GMI_MODEL_LEAVE in ahead of its chunks; the flag ends up in next of the last access before the piece. */
 static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
@@ -146,7 +146,7 @@ static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
   const gmi_facts_t *facts = model->facts;
   memset(ahead, 0xff, input->chunk_count * sizeof *ahead);
   for (uint32_t round = 0; round < 2; round++) {
-    uint32_t step = model->step_count;
+    uint32_t stage = model->stage_count;
     for (uint32_t op = input->op_count; op-- > 0;) {
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
@@ -155,8 +155,8 @@ static void link_accesses(gmi_model_t *model, uint32_t *ahead) {
           /* NONE has the bit set already, so a chunk without accesses stays NONE */
           ahead[input->piece_chunks[j]] |= GMI_MODEL_LEAVE;
       }
-      for (; step > 0 && model->step_op[step - 1] == op; step--) {
-        for (uint32_t x = model->step_first[step - 1]; x < model->step_first[step]; x++) {
+      for (; stage > 0 && model->stage_op[stage - 1] == op; stage--) {
+        for (uint32_t x = model->stage_first[stage - 1]; x < model->stage_first[stage]; x++) {
           uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
           model->next[x] = ahead[chunk];
           ahead[chunk] = x;
@@ -170,31 +170,31 @@ gemini_status_t gmi_model_make(const gmi_facts_t *facts, const uint8_t *on_devic
                                gmi_model_t *model_out) {
   const gmi_plan_input_t *input = facts->input;
   gmi_model_t model = { .facts = facts, .on_device = on_device, .held = held };
-  size_t steps = input->op_count, accesses = input->ops[input->op_count].access_first;
+  size_t stages = input->op_count, accesses = input->ops[input->op_count].access_first;
   for (uint32_t p = 0; p < input->piece_count; p++) {
     if (!on_device[p]) continue;
-    steps++;
+    stages++;
     accesses += gmi_plan_piece_end(input, p) - input->pieces[p].chunk_first;
   }
   for (uint32_t c = 0; c < input->chunk_count; c++) model.held_count += held[c] != 0;
-  model.step_op = malloc(steps * sizeof(uint32_t));
-  model.step_piece = malloc(steps * sizeof(uint32_t));
-  model.step_first = malloc((steps + 1) * sizeof(uint32_t));
+  model.stage_op = malloc(stages * sizeof(uint32_t));
+  model.stage_piece = malloc(stages * sizeof(uint32_t));
+  model.stage_first = malloc((stages + 1) * sizeof(uint32_t));
   model.access = malloc(accesses * sizeof(uint32_t) + 1);
   model.next = malloc(accesses * sizeof(uint32_t) + 1);
   uint32_t *ahead = malloc((size_t)input->chunk_count * sizeof *ahead + 1);
-  if (model.step_op == NULL || model.step_piece == NULL || model.step_first == NULL || model.access == NULL ||
+  if (model.stage_op == NULL || model.stage_piece == NULL || model.stage_first == NULL || model.access == NULL ||
       model.next == NULL || ahead == NULL) {
     free(ahead);
     gmi_model_free(&model);
     return GEMINI_ERR_OOM_SYSTEM;
   }
   for (uint32_t op = 0; op < input->op_count; op++) {
-    add_step(&model, op, GMI_NO_PIECE);
+    add_stage(&model, op, GMI_NO_PIECE);
     for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++)
-      if (on_device[facts->op_pieces[i]]) add_step(&model, op, facts->op_pieces[i]);
+      if (on_device[facts->op_pieces[i]]) add_stage(&model, op, facts->op_pieces[i]);
   }
-  model.step_first[model.step_count] = model.access_count;
+  model.stage_first[model.stage_count] = model.access_count;
   link_accesses(&model, ahead);
   free(ahead);
   *model_out = model;

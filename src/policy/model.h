@@ -24,10 +24,10 @@ typedef struct gmi_facts {
   uint32_t *pieces_by_gap;
 } gmi_facts_t;
 
-/* An iteration with every piece assigned to host or device: the steps (ops and device pieces) and their accesses.
+/* An iteration with every piece assigned to host or device: the stages (ops and device pieces) and their accesses.
  * Accesses of held chunks are left out. Two flags share a word with the chunk or the index to halve the memory of the
  * planner's largest tables, which is why gmi_plan_make() limits chunks to 30 bits and accesses to 31.
- * Invariants: step_first ascends and ends with access_count; next is a permutation of the accesses if the flag is
+ * Invariants: stage_first ascends and ends with access_count; next is a permutation of the accesses if the flag is
  * masked out (each chunk's accesses form one cycle). */
 #define GMI_MODEL_WRITE (UINT32_C(1) << 31)
 #define GMI_MODEL_FRESH (UINT32_C(1) << 30)
@@ -38,11 +38,11 @@ typedef struct gmi_model {
   const gmi_facts_t *facts;
   const uint8_t *on_device; /* [piece_count] 1: runs on the device; borrowed */
   const uint8_t *held;      /* [chunk_count] not 0: the chunk holds a frame for good and never moves; borrowed */
-  uint32_t step_count, access_count, held_count, reserved;
-  uint32_t *step_op;    /* [step_count] */
-  uint32_t *step_piece; /* [step_count] GMI_NO_PIECE if the step is an op */
-  uint32_t *step_first; /* [step_count + 1] index into access and next */
-  uint32_t *access;     /* chunk | GMI_MODEL_WRITE | GMI_MODEL_FRESH */
+  uint32_t stage_count, access_count, held_count, reserved;
+  uint32_t *stage_op;    /* [stage_count] */
+  uint32_t *stage_piece; /* [stage_count] GMI_NO_PIECE if the stage is an op */
+  uint32_t *stage_first; /* [stage_count + 1] index into access and next */
+  uint32_t *access;      /* chunk | GMI_MODEL_WRITE | GMI_MODEL_FRESH */
   /* index of the same chunk's next access, cyclic (its own index if the chunk has one access only); |
    * GMI_MODEL_LEAVE if a host piece needs the chunk in between */
   uint32_t *next;
@@ -54,17 +54,17 @@ typedef struct gmi_hits {
   uint64_t fetch_count; /* accesses that miss and need the chunk's bytes */
   /* lower bound: no plan with this capacity fetches less. Equal to fetch_count unless the search was cut short */
   uint64_t bound_count;
-  uint64_t visits; /* accesses and steps visited by the search: its cost */
+  uint64_t visits; /* accesses and stages visited by the search: its cost */
 } gmi_hits_t;
 
 static inline bool gmi_hits_at(const gmi_hits_t *hits, uint32_t access) {
   return (hits->words[access >> 6] >> (access & 63) & 1) != 0;
 }
-/* Frames available to chunks that are not held in this step. The caller has checked that the step fits, so this does
+/* Frames available to chunks that are not held in this stage. The caller has checked that the stage fits, so this does
  * not underflow. */
-static inline uint32_t gmi_model_room(const gmi_model_t *model, uint32_t step) {
+static inline uint32_t gmi_model_room(const gmi_model_t *model, uint32_t stage) {
   const gmi_plan_input_t *input = model->facts->input;
-  return input->frame_count - input->ops[model->step_op[step]].heap_frames - model->held_count;
+  return input->frame_count - input->ops[model->stage_op[stage]].heap_frames - model->held_count;
 }
 static inline uint32_t gmi_plan_piece_end(const gmi_plan_input_t *input, uint32_t piece) {
   return input->pieces[piece + 1].chunk_first;
@@ -77,11 +77,11 @@ gemini_status_t gmi_model_make(const gmi_facts_t *facts, const uint8_t *on_devic
                                gmi_model_t *model_out);
 void gmi_model_free(gmi_model_t *model);
 
-/* Computes Belady's MIN with reduce frames less than available, but never less than a step needs. With reduce 0 the
+/* Computes Belady's MIN with reduce frames less than available, but never less than a stage needs. With reduce 0 the
  * result is the optimum. With reduce > 0, if MIN does not reach a steady state by itself, it may exceed the optimum
  * by half a per cent. */
 gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits_t *hits_out);
-/* The rule of CPU and STATIC: every chunk leaves after each step that uses it, unless the next step uses it as well.
+/* The rule of CPU and STATIC: every chunk leaves after each stage that uses it, unless the next stage uses it as well.
  * Chunks marked in sticky ([chunk_count] or NULL) leave for host pieces only. */
 gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, gmi_hits_t *hits_out);
 void gmi_hits_free(gmi_hits_t *hits);

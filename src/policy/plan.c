@@ -13,7 +13,7 @@
 
 #include "policy/model.h"
 
-/* The budget of visits (of accesses, steps and moves) for all candidates together: planning must end within a second
+/* The budget of visits (of accesses, stages and moves) for all candidates together: planning must end within a second
  * on one core for 300,000 accesses. The budget counts visits instead of time, so that the same input gives the same
  * plan. */
 #define WORK_LIMIT UINT64_C(40000000)
@@ -149,8 +149,8 @@ static uint64_t piece_need(const gmi_plan_input_t *input, const uint8_t *held, u
 /* Returns whether every op, and every piece marked in on_device (NULL: none), fits beside the held chunks. If not,
  * fills failure_out (may be NULL) with the first op that does not fit; of that op and its device pieces, with the
  * largest need. */
-static bool steps_fit(const gmi_plan_input_t *input, const uint8_t *held, const uint8_t *on_device,
-                      gmi_plan_failure_t *failure_out) {
+static bool stages_fit(const gmi_plan_input_t *input, const uint8_t *held, const uint8_t *on_device,
+                       gmi_plan_failure_t *failure_out) {
   uint64_t held_count = 0;
   gmi_plan_failure_t failure = { NONE, 0, 0, input->frame_count };
   for (uint32_t c = 0; c < input->chunk_count; c++) held_count += held[c] != 0;
@@ -176,7 +176,7 @@ static void drop_model(planner_t *p) {
 }
 
 /* Visits of one pass over the model: the unit in which costs are estimated. */
-static uint64_t model_visits(const gmi_model_t *model) { return (uint64_t)model->access_count + model->step_count; }
+static uint64_t model_visits(const gmi_model_t *model) { return (uint64_t)model->access_count + model->stage_count; }
 
 static void spend(planner_t *p, uint64_t visits) { p->work -= visits < p->work ? visits : p->work; }
 
@@ -293,7 +293,7 @@ static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint6
   return GEMINI_OK;
 }
 
-/* Returns the largest number of pieces of the order whose state chunks can stay on the device beside every step.
+/* Returns the largest number of pieces of the order whose state chunks can stay on the device beside every stage.
  * More pieces need more frames, so bisection finds it. */
 static uint32_t count_that_fits(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
@@ -306,7 +306,7 @@ static uint32_t count_that_fits(planner_t *p) {
       p->on_device[p->order[i]] = 1;
       hold_states(p, p->order[i]);
     }
-    if (steps_fit(input, held, p->on_device, NULL)) low = middle;
+    if (stages_fit(input, held, p->on_device, NULL)) low = middle;
     else high = middle - 1;
     for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = held[c] == 1;
     spend(p, (uint64_t)input->ops[input->op_count].access_first + 2 * input->chunk_count);
@@ -449,7 +449,7 @@ static gemini_status_t plan_static(planner_t *p, gmi_plan_failure_t *failure_out
   for (uint32_t i = 0; i < p->order_count; i++) p->on_device[p->order[i]] = 1;
   for (uint32_t c = 0; c < input->chunk_count; c++) held[c] = fixed[c] != 0 || p->held[c];
   status = GEMINI_ERR_OOM_DEVICE;
-  if (!steps_fit(input, held, p->on_device, failure_out)) goto end;
+  if (!stages_fit(input, held, p->on_device, failure_out)) goto end;
   for (uint32_t piece = 0; piece < input->piece_count; piece++) {
     for (uint32_t i = input->pieces[piece].chunk_first; !p->on_device[piece] && i < gmi_plan_piece_end(input, piece);
          i++)
@@ -513,7 +513,7 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
   for (uint32_t c = 0; c < input->chunk_count; c++)
     p.held[c] = input->chunk_pinned != NULL && input->chunk_pinned[c] != 0;
   status = GEMINI_ERR_OOM_DEVICE;
-  if (!steps_fit(input, p.held, NULL, failure_out)) goto end;
+  if (!stages_fit(input, p.held, NULL, failure_out)) goto end;
   status = gmi_facts_make(input, &p.facts);
   if (status != GEMINI_OK) goto end;
 

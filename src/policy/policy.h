@@ -15,8 +15,8 @@
  * State chunks that no op touches and whose pieces all run on the host never visit the device. If the host lacks room
  * for all state chunks, the states of as many pieces as necessary are read from files for each update and written back.
  *
- * Steps. An op and the device pieces after it, in order of piece index, follow one another on the compute stream. Each
- * of them is a step. The frames that non-model memory holds during the op stay taken during the pieces after it. The
+ * Stages. An op and the device pieces after it, in order of piece index, follow one another on the compute stream. Each
+ * of them is a stage. The frames that non-model memory holds during the op stay taken during the pieces after it. The
  * device pieces of an op run before its host pieces take their chunks. A chunk may belong to several pieces, on both
  * sides; a host piece then needs its state chunks on the host too. A pinned chunk never moves, whatever its pieces
  * need.
@@ -95,7 +95,7 @@ enum {
 };
 
 /* A plan. Invariants: fetch_first and evict_first ascend and end with the number of moves; every access that needs
- * bytes finds its chunk resident if the moves are carried out in order; no step has more resident chunks than
+ * bytes finds its chunk resident if the moves are carried out in order; no stage has more resident chunks than
  * frames. */
 typedef struct gmi_plan {
   uint32_t op_count, chunk_count, piece_count;
@@ -174,5 +174,29 @@ typedef struct gmi_chunk_search {
   uint64_t bytes_per_s; /* rate of the slower link */
 } gmi_chunk_search_t;
 uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
+
+/* ---- gathers of sharded arenas
+ *
+ * Chooses before which op each chunk is gathered, for a number of frames, and which gathered chunk leaves for it: as
+ * early as the frames allow, and of the chunks that are in the way, the one with the furthest next use leaves (Belady,
+ * "A study of replacement algorithms", 1966). At the begin no chunk is gathered. The result depends on the input alone,
+ * so ranks with equal inputs gather in the same order. */
+typedef struct gmi_gather_input {
+  uint32_t op_count, chunk_count;
+  uint32_t frames;           /* at least the chunks of any op */
+  const uint32_t *use_first; /* [op_count + 1] an op's first use in uses */
+  const uint32_t *uses;      /* chunks, below chunk_count; those of one op all differ */
+} gmi_gather_input_t;
+typedef struct gmi_gather_event {
+  uint32_t chunk;
+  bool leaves; /* the chunk leaves the device; else it is gathered */
+} gmi_gather_event_t;
+typedef struct gmi_gather_plan {
+  uint32_t *event_first; /* [op_count + 1] the first of the events at an op's begin; the op's own gathers come first */
+  gmi_gather_event_t *events;
+} gmi_gather_plan_t;
+/* OOM_DEVICE: an op has more chunks than frames. OOM_SYSTEM: no memory. The caller frees the plan. */
+gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather_plan_t *plan_out);
+void gmi_gather_plan_free(gmi_gather_plan_t *plan);
 
 #endif

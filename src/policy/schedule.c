@@ -5,22 +5,22 @@
  * An eviction is issued when the chunk's last use before it has ended. A fetch may be issued early, but only into
  * frames that nothing else needs until the fetched chunk is used, so the number of fetches does not change.
  *
- * All fetches share one link, so they are issued in order of need. The target of a fetch is the latest step at whose
+ * All fetches share one link, so they are issued in order of need. The target of a fetch is the latest stage at whose
  * begin the link, if idle before, has enough time for this fetch and for all fetches behind it, with SLACK_FETCHES
  * to spare (find_targets()). From its use, the fetch is moved back towards the target as long as a frame is free
- * (issue_steps()). LOOKBACK_STEPS bounds the work. */
+ * (issue_stages()). LOOKBACK_STAGES bounds the work. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "policy/model.h"
 
-#define LOOKBACK_STEPS 1024
+#define LOOKBACK_STAGES 1024
 #define SLACK_FETCHES 2
 
-static uint64_t step_ns(const gmi_model_t *model, uint32_t step) {
+static uint64_t stage_ns(const gmi_model_t *model, uint32_t stage) {
   const gmi_plan_input_t *input = model->facts->input;
-  uint32_t piece = model->step_piece[step];
-  return piece == GMI_NO_PIECE ? input->ops[model->step_op[step]].compute_ns : input->pieces[piece].device_ns;
+  uint32_t piece = model->stage_piece[stage];
+  return piece == GMI_NO_PIECE ? input->ops[model->stage_op[stage]].compute_ns : input->pieces[piece].device_ns;
 }
 
 /* is_fetch: the access misses and needs the chunk's bytes. is_kept: the chunk stays resident after this access until
@@ -32,46 +32,47 @@ static bool is_kept(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t a
   return (model->next[access] & GMI_MODEL_LEAVE) == 0 && gmi_hits_at(hits, model->next[access]);
 }
 
-/* Fills room: the frames that stay free in each step if every fetch is issued at its use. */
+/* Fills room: the frames that stay free in each stage if every fetch is issued at its use. */
 static void find_room(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t *room) {
   /* Starts with the chunks that stay resident over the end of the iteration: kept accesses whose successor is not
-   * behind them. Within a step, an access that misses adds one chunk; after it, an access that is not kept takes one
+   * behind them. Within a stage, an access that misses adds one chunk; after it, an access that is not kept takes one
    * away. */
   int64_t resident = 0;
   for (uint32_t x = 0; x < model->access_count; x++)
     resident += is_kept(model, hits, x) && (model->next[x] & GMI_MODEL_INDEX) <= x;
-  for (uint32_t j = 0; j < model->step_count; j++) {
-    uint32_t first = model->step_first[j], end = model->step_first[j + 1];
+  for (uint32_t j = 0; j < model->stage_count; j++) {
+    uint32_t first = model->stage_first[j], end = model->stage_first[j + 1];
     for (uint32_t x = first; x < end; x++) resident += !gmi_hits_at(hits, x);
     room[j] = (uint32_t)(gmi_model_room(model, j) - resident);
     for (uint32_t x = first; x < end; x++) resident -= !is_kept(model, hits, x);
   }
 }
 
-/* Fills issue with each fetch's target: the step in which the fetch is issued if frames allow. A negative step is in
+/* Fills issue with each fetch's target: the stage in which the fetch is issued if frames allow. A negative stage is in
  * the iteration before. Walks the fetches backwards from the last; latest_ns is the latest time at which the link
  * must start the fetch at hand. */
 static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count, int32_t *issue) {
   const gmi_plan_input_t *input = model->facts->input;
-  int64_t steps = model->step_count, iteration_ns = 0, slack_ns = SLACK_FETCHES * (int64_t)input->fetch_ns;
-  for (uint32_t j = 0; j < model->step_count; j++) iteration_ns += (int64_t)step_ns(model, j);
+  int64_t stages = model->stage_count, iteration_ns = 0, slack_ns = SLACK_FETCHES * (int64_t)input->fetch_ns;
+  for (uint32_t j = 0; j < model->stage_count; j++) iteration_ns += (int64_t)stage_ns(model, j);
   int64_t latest_ns = INT64_MAX / 4; /* when the link must be free for the fetches behind; starts as no limit */
   for (uint32_t round = 0; round < 2; round++) {
     /* The first round only finds how far the next iteration's fetches reach back into this one: it leaves latest_ns
      * for the second. */
-    int64_t begin_ns = iteration_ns, back_ns = iteration_ns, back = steps;
+    int64_t begin_ns = iteration_ns, back_ns = iteration_ns, back = stages;
     uint32_t f = fetch_count;
-    for (uint32_t j = model->step_count; j-- > 0;) {
-      begin_ns -= (int64_t)step_ns(model, j);
-      for (uint32_t x = model->step_first[j + 1]; x-- > model->step_first[j];) {
+    for (uint32_t j = model->stage_count; j-- > 0;) {
+      begin_ns -= (int64_t)stage_ns(model, j);
+      for (uint32_t x = model->stage_first[j + 1]; x-- > model->stage_first[j];) {
         if (!is_fetch(model, hits, x)) continue;
         f--;
         latest_ns = (latest_ns < begin_ns ? latest_ns : begin_ns) - (int64_t)input->fetch_ns;
         if (round == 0) continue;
         if (back > j) back = j, back_ns = begin_ns;
-        while (back_ns > latest_ns - slack_ns && back > (int64_t)j - LOOKBACK_STEPS && back > (int64_t)j - steps + 1) {
+        while (back_ns > latest_ns - slack_ns && back > (int64_t)j - LOOKBACK_STAGES &&
+               back > (int64_t)j - stages + 1) {
           back--;
-          back_ns -= (int64_t)step_ns(model, (uint32_t)(back < 0 ? back + steps : back));
+          back_ns -= (int64_t)stage_ns(model, (uint32_t)(back < 0 ? back + stages : back));
         }
         issue[f] = (int32_t)back;
       }
@@ -84,39 +85,39 @@ static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint3
   }
 }
 
-/* Replaces each target in issue by the step in which the fetch is issued, in order of need: starting at the use,
- * goes back one step at a time while that step has a free frame, takes the frame, and stops at the target, at the
- * fetch before it, or at the first step in which the chunk may be fetched again. */
-static gemini_status_t issue_steps(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count,
-                                   uint32_t *room, int32_t *issue) {
+/* Replaces each target in issue by the stage in which the fetch is issued, in order of need: starting at the use,
+ * goes back one stage at a time while that stage has a free frame, takes the frame, and stops at the target, at the
+ * fetch before it, or at the first stage in which the chunk may be fetched again. */
+static gemini_status_t issue_stages(const gmi_model_t *model, const gmi_hits_t *hits, uint32_t fetch_count,
+                                    uint32_t *room, int32_t *issue) {
   const gmi_plan_input_t *input = model->facts->input;
   const gmi_facts_t *facts = model->facts;
-  int32_t steps = (int32_t)model->step_count;
-  /* ready[chunk]: the first step in which the chunk may be fetched again, after its last use and after its host
-   * pieces were submitted. The first round only fills it with the steps of the iteration before. */
+  int32_t stages = (int32_t)model->stage_count;
+  /* ready[chunk]: the first stage in which the chunk may be fetched again, after its last use and after its host
+   * pieces were submitted. The first round only fills it with the stages of the iteration before. */
   int32_t *ready = malloc((size_t)input->chunk_count * sizeof *ready + 1);
   if (ready == NULL) return GEMINI_ERR_OOM_SYSTEM;
   memset(ready, 0, input->chunk_count * sizeof *ready);
   uint32_t f = 0;
-  int32_t before = INT32_MIN; /* step in which the fetch before this one is issued */
+  int32_t before = INT32_MIN; /* stage in which the fetch before this one is issued */
   for (int32_t round = 0; round < 2; round++) {
-    int32_t base = round == 0 ? -steps : 0;
-    for (int32_t j = 0; j < steps; j++) {
-      uint32_t first = model->step_first[j], end = model->step_first[j + 1], op = model->step_op[j];
+    int32_t base = round == 0 ? -stages : 0;
+    for (int32_t j = 0; j < stages; j++) {
+      uint32_t first = model->stage_first[j], end = model->stage_first[j + 1], op = model->stage_op[j];
       for (uint32_t x = first; x < end; x++) {
         if (round == 0 || !is_fetch(model, hits, x)) continue;
         int32_t lowest = ready[model->access[x] & GMI_MODEL_CHUNK], at = j;
         if (lowest < issue[f]) lowest = issue[f];
         if (lowest < before) lowest = before;
         for (; at > lowest; at--) {
-          uint32_t *step_room = &room[at > 0 ? at - 1 : at - 1 + steps];
-          if (*step_room == 0) break;
-          --*step_room;
+          uint32_t *stage_room = &room[at > 0 ? at - 1 : at - 1 + stages];
+          if (*stage_room == 0) break;
+          --*stage_room;
         }
         issue[f++] = before = at;
       }
       for (uint32_t x = first; x < end; x++) ready[model->access[x] & GMI_MODEL_CHUNK] = base + j + 1;
-      if (j + 1 < steps && model->step_op[j + 1] == op) continue;
+      if (j + 1 < stages && model->stage_op[j + 1] == op) continue;
       for (uint32_t i = facts->op_piece_first[op]; i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i];
         if (model->on_device[piece]) continue;
@@ -128,14 +129,14 @@ static gemini_status_t issue_steps(const gmi_model_t *model, const gmi_hits_t *h
   free(ready);
   /* The order of need also holds across the end of the iteration: no fetch is issued before the last fetch of the
    * iteration before it. */
-  for (f = 0; f < fetch_count && issue[f] < before - steps; f++) issue[f] = before - steps;
+  for (f = 0; f < fetch_count && issue[f] < before - stages; f++) issue[f] = before - stages;
   return GEMINI_OK;
 }
 
-static void write_move(const gmi_model_t *model, gmi_plan_move_t *move, uint32_t chunk, uint32_t step) {
+static void write_move(const gmi_model_t *model, gmi_plan_move_t *move, uint32_t chunk, uint32_t stage) {
   move->chunk = chunk;
-  move->op = model->step_op[step];
-  move->piece = model->step_piece[step];
+  move->op = model->stage_op[stage];
+  move->piece = model->stage_piece[stage];
   move->use_op = 0;
   move->use_piece = GMI_NO_PIECE;
   move->flags = 0;
@@ -148,15 +149,15 @@ static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, cons
   uint32_t count = (uint32_t)plan->fetch_count, wrapped = 0, f = 0;
   /* fetches issued in the iteration before their use come last */
   while (wrapped < count && issue[wrapped] < 0) wrapped++;
-  for (uint32_t j = 0; j < model->step_count; j++) {
-    for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
+  for (uint32_t j = 0; j < model->stage_count; j++) {
+    for (uint32_t x = model->stage_first[j]; x < model->stage_first[j + 1]; x++) {
       if (!is_fetch(model, hits, x)) continue;
       uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
       uint32_t at = f < wrapped ? count - wrapped + f : f - wrapped;
       gmi_plan_move_t *move = &plan->fetches[at];
-      write_move(model, move, chunk, (uint32_t)(issue[f] < 0 ? issue[f] + (int32_t)model->step_count : issue[f]));
-      move->use_op = model->step_op[j];
-      move->use_piece = model->step_piece[j];
+      write_move(model, move, chunk, (uint32_t)(issue[f] < 0 ? issue[f] + (int32_t)model->stage_count : issue[f]));
+      move->use_op = model->stage_op[j];
+      move->use_piece = model->stage_piece[j];
       if (f < wrapped) plan->resident_at_start[chunk] = 1;
       plan->fetch_first[move->op + 1]++;
       f++;
@@ -171,8 +172,8 @@ static void write_fetches(const gmi_model_t *model, const gmi_hits_t *hits, cons
 static void write_evicts(const gmi_model_t *model, const gmi_hits_t *hits, uint8_t *dirty, gmi_plan_t *plan) {
   uint32_t count = 0;
   for (uint32_t round = 0; round < 2; round++) {
-    for (uint32_t j = 0; j < model->step_count; j++) {
-      for (uint32_t x = model->step_first[j]; x < model->step_first[j + 1]; x++) {
+    for (uint32_t j = 0; j < model->stage_count; j++) {
+      for (uint32_t x = model->stage_first[j]; x < model->stage_first[j + 1]; x++) {
         uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
         if (!gmi_hits_at(hits, x)) dirty[chunk] = 0;
         dirty[chunk] |= (model->access[x] & GMI_MODEL_WRITE) != 0;
@@ -183,7 +184,7 @@ static void write_evicts(const gmi_model_t *model, const gmi_hits_t *hits, uint8
         if ((model->next[x] & GMI_MODEL_LEAVE) != 0) move->flags |= GMI_EVICT_FOR_UPDATE;
         plan->stays[chunk] = 0;
       }
-      if (round == 1) plan->evict_first[model->step_op[j] + 1] = count;
+      if (round == 1) plan->evict_first[model->stage_op[j] + 1] = count;
     }
   }
 }
@@ -204,7 +205,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   plan->piece_on_device = malloc((size_t)input->piece_count + 1);
   plan->resident_at_start = malloc((size_t)input->chunk_count + 1);
   plan->stays = malloc((size_t)input->chunk_count + 1);
-  uint32_t *room = malloc((size_t)model->step_count * sizeof *room);
+  uint32_t *room = malloc((size_t)model->stage_count * sizeof *room);
   int32_t *issue = malloc(fetches * sizeof *issue + 1);
   uint8_t *dirty = calloc((size_t)input->chunk_count + 1, 1);
   if (plan->fetches == NULL || plan->fetch_first == NULL || plan->evicts == NULL || plan->evict_first == NULL ||
@@ -221,7 +222,7 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   }
   find_room(model, hits, room);
   find_targets(model, hits, (uint32_t)fetches, issue);
-  status = issue_steps(model, hits, (uint32_t)fetches, room, issue);
+  status = issue_stages(model, hits, (uint32_t)fetches, room, issue);
   if (status != GEMINI_OK) goto end;
   write_fetches(model, hits, issue, plan);
   write_evicts(model, hits, dirty, plan);

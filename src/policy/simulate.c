@@ -4,11 +4,11 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Rules:
- * - A step starts when the step before it has ended, its chunks have arrived, and the frames that it takes itself (for
- *   chunks that it overwrites, and for growth of non-model memory) are free.
+ * - A stage starts when the stage before it has ended, its chunks have arrived, and the frames that it takes itself
+ *   (for chunks that it overwrites, and for growth of non-model memory) are free.
  * - A fetch starts when the link has done the fetches before it, a frame is free, and the bytes on the host are
  *   current. Frames are taken in the order in which they were given back. The frame of a clean chunk is given back when
- *   the step ends, that of a dirty chunk when the write-back ends, that of non-model memory when the op ends.
+ *   the stage ends, that of a dirty chunk when the write-back ends, that of non-model memory when the op ends.
  * - A host piece is ready when its op has ended, its chunks are written back, and the earlier pieces that use one of
  *   its chunks are done. Of the ready pieces, the workers take the one whose shared chunks an op uses next soonest,
  *   then the lowest index. If none is ready, they wait for the first that becomes ready. The chunks of a piece are
@@ -17,15 +17,15 @@
  * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
  *   files before the update and written after it, a few pieces at a time. They run after the other host
  *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
- * - A device piece is a step of the compute stream, after its op. If pieces run apart (input->pieces_apart), it instead
- *   starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
+ * - A device piece is a stage of the compute stream, after its op. If pieces run apart (input->pieces_apart), it
+ *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
  * - The host issues work ahead of the device at no cost, but waits for the compute stream at the begin of an iteration,
  *   where users read the loss. So nothing that an iteration issues starts before its begin. Work in flight continues.
  *
  * One pass in program order suffices, because everything waits only for earlier things. One thing depends on later
  * events: which piece the workers take. Therefore fetches, and the pieces that update the fetched chunks, are
- * evaluated only when a step waits for them (machine_t.arriving). Every piece submitted later is ready only after
- * that step and changes nothing before it. (If device pieces run apart, this is an approximation.) */
+ * evaluated only when a stage waits for them (machine_t.arriving). Every piece submitted later is ready only after
+ * that stage and changes nothing before it. (If device pieces run apart, this is an approximation.) */
 #include <stdlib.h>
 #include <string.h>
 
@@ -223,7 +223,7 @@ static void submit(machine_t *m, uint32_t piece) {
 static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
   for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
     m->fetch_start_ns[*next] = later(m->begin_ns, take_frames(m, 1));
-    /* more fetches are outstanding than the plan has: one of them is for no step */
+    /* more fetches are outstanding than the plan has: one of them is for no stage */
     if (m->arriving_count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true;
   }
 }
@@ -234,7 +234,7 @@ static uint64_t fetched(const machine_t *m, uint32_t f, uint64_t fetch_ns) {
   return later(later(fetch_ns, m->fetch_start_ns[f]), host_ready_ns) + m->facts->input->fetch_ns;
 }
 
-/* Evaluates the outstanding fetches for this step, after the pieces that still update their chunks; returns when the
+/* Evaluates the outstanding fetches for this stage, after the pieces that still update their chunks; returns when the
  * last of them is done. */
 static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
   uint64_t ready_ns = 0;
@@ -265,8 +265,8 @@ static void issue_evicts(machine_t *m, uint32_t *next, uint32_t end, uint32_t pi
   }
 }
 
-/* Advances the compute stream by a step that can start at ready_ns; the wait counts as a stall. */
-static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
+/* Advances the compute stream by a stage that can start at ready_ns; the wait counts as a stall. */
+static void run_stage(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   if (ready_ns > m->idle.stream_ns) {
     m->stall_ns += ready_ns - m->idle.stream_ns;
     m->idle.stream_ns = ready_ns;
@@ -274,12 +274,12 @@ static void run_step(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   m->idle.stream_ns += duration_ns;
 }
 
-/* Runs a device piece: as a step of the compute stream, or on its own stream after its op if pieces run apart. */
+/* Runs a device piece: as a stage of the compute stream, or on its own stream after its op if pieces run apart. */
 static void update_on_device(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
   uint64_t ready_ns = arrived_for(m, input->pieces[piece].after_op, piece);
   if (!m->updated_ns) {
-    run_step(m, ready_ns, input->pieces[piece].device_ns);
+    run_stage(m, ready_ns, input->pieces[piece].device_ns);
     return;
   }
   m->idle.device_update_ns =
@@ -374,7 +374,7 @@ static void run_iteration(machine_t *m) {
     uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
     m->stall_ns = 0;
     ready_ns = later(ready_ns, later(arrived_for(m, op, GMI_NO_PIECE), updated_for(m, op)));
-    run_step(m, ready_ns, input->ops[op].compute_ns);
+    run_stage(m, ready_ns, input->ops[op].compute_ns);
     issue_evicts(m, &evict, evict_end, GMI_NO_PIECE);
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
       uint32_t piece = m->facts->op_pieces[i];

@@ -13,7 +13,7 @@
 
 #include "tracer/variants.h"
 
-/* ---- questions */
+/* ---- queries */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m) {
   return m->trace.tracer && m->trace.tracer->op_open ? m->trace.tracer->op_stream : GMI_CALLER;
 }
@@ -73,7 +73,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
     return false;
   gemini_status_t status = gmi_recut(m, chunk_bytes);
   if (status || m->cut.chunk_shift != shift) {
-    if (status) gmi_log(m, GEMINI_LOG_WARNING, "chunks stay as they are: %s", gmi_fail_message());
+    if (status) gmi_log(m, GEMINI_LOG_WARNING, "the chunk size stays as it is: %s", gmi_fail_message());
     gmi_plan_bundle_free(bundle_out);
     return false;
   }
@@ -121,30 +121,26 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
 gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   gmi_tracer_t *t = m->trace.tracer;
-  gemini_status_t status = GEMINI_OK;
   bool inside = m->bracket.iteration_open;
-  char message[440] = "";
-  int64_t code = 0;
+  gmi_failure_t failure = { 0 };
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     variant_t *v = &t->variants[i];
     if (!v->used || !(v->bundle.made || v->refused)) continue;
     gemini_status_t made = gmi_tracer_variant_plan(m, v);
     /* only a failure of the last iteration's variant is reported */
     if (!made || (i != t->previous && t->previous != GMI_NONE)) continue;
-    status = made;
-    code = gmi_fail_code();
-    snprintf(message, sizeof message, "%s", gmi_fail_message());
+    gmi_fail_keep(made, &failure);
   }
   if (inside && t->active != GMI_NONE && !t->variants[t->active].bundle.made) t->active = GMI_NONE;
   /* restores the error that a later variant's failure replaced */
-  return status ? gmi_fail(status, code, "%s", message) : status;
+  return gmi_fail_again(&failure);
 }
 
-/* Fetches a chunk ahead of its use. A chunk with a deferred update piece, or held by a graph's replay, is left to be
- * fetched on demand: what precedes it is not queued yet. */
+/* Fetches a chunk ahead of its use. A chunk with a deferred update piece, held by a graph's replay, or claimed by a
+ * load is left to be fetched on demand: what precedes it is not queued yet. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_chunk_t *c) {
-  return gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) ? GEMINI_OK
-                                                          : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
+  bool later = gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c);
+  return later ? GEMINI_OK : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
 }
 
 /* Establishes the resident set with which the plan's iteration begins: evicts chunks that the plan does not expect,

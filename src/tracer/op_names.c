@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/hash.h"
+
 enum { FIRST_BUCKETS = 256 };
 
 /* A name. Callers hold the address of text; entry_of() finds the entry before it. */
@@ -21,12 +23,6 @@ struct gmi_op_names {
 };
 
 static entry_t *entry_of(const char *name) { return (entry_t *)(uintptr_t)(name - offsetof(entry_t, text)); }
-
-static uint64_t hash_of(const char *text) {
-  uint64_t h = UINT64_C(14695981039346656037); /* FNV-1a */
-  for (; *text; text++) h = (h ^ (unsigned char)*text) * UINT64_C(1099511628211);
-  return h;
-}
 
 gmi_op_names_t *gmi_op_names_new(void) {
   gmi_op_names_t *n = calloc(1, sizeof *n);
@@ -71,7 +67,7 @@ static void grow(gmi_op_names_t *n) { /* without memory the table keeps its size
 
 const char *gmi_op_name_take(gmi_op_names_t *names, const char *text) {
   gmi_op_names_t *n = names;
-  uint64_t hash = hash_of(text);
+  uint64_t hash = gmi_hash_text(GMI_HASH_NOTHING, text);
   entry_t *e = n->buckets[hash % n->bucket_count];
   while (e && (e->hash != hash || strcmp(e->text, text))) e = e->next;
   if (!e) {

@@ -55,7 +55,8 @@ static bool build_accesses(builder_t *b, bool fill) {
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
+    uint32_t pages =
+        gmi_trace_pages(op->heap_pages + b->m->groups.reserve, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *use = &b->trace->uses[s];
@@ -223,7 +224,7 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    for (uint32_t k = 0; a && a->store == i && k < atomic_load(&a->chunk_count); k++)
+    for (uint32_t k = 0; a && gmi_arena_has_tiers(a) && k < atomic_load(&a->chunk_count); k++)
       bundle->chunk_of[n++] = &a->chunks[k];
   }
 }
@@ -238,12 +239,12 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     b.base[i] = (uint32_t)chunks;
-    if (!a || a->store != i) continue;
+    if (!a || !gmi_arena_has_tiers(a)) continue;
     b.count[i] = (uint32_t)((atomic_load(&a->size) + b.sizes.chunk_bytes - 1) >> shift);
     chunks += b.count[i];
   }
   if (chunks >= UINT32_MAX || !build_accesses(&b, false) || !build_pieces(&b, NULL, false))
-    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace does not fit the arenas");
+    return gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace uses bytes that the arenas do not have");
   b.ops = calloc((size_t)trace->op_count + 1, sizeof *b.ops);
   b.accesses = calloc(b.access_count + 1, sizeof *b.accesses);
   b.pieces = calloc((size_t)b.piece_count + 1, sizeof *b.pieces);

@@ -26,8 +26,11 @@ static int by_range(const void *a, const void *b) {
  * gmi_tracer_canonical() merges them. */
 void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_t size, uint32_t mode) {
   gmi_tracer_t *t = m->trace.tracer;
+  const bool sharded = gmi_arena_is_sharded(gmi_arena_at(m, store)); /* what is gathered is not the plan's */
   pthread_mutex_lock(&t->touch_lock);
-  if (t->op_open && !t->record_lost) {
+  if (sharded) {
+    if (t->op_open) gmi_gathers_touch(m, t->gathers, store, offset, size);
+  } else if (t->op_open && !t->record_lost) {
     gmi_trace_use_t *use = gmi_trace_add_use(&t->record);
     if (use) *use = (gmi_trace_use_t){ store, mode, offset, size };
     else t->record_lost = true;

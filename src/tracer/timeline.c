@@ -5,6 +5,7 @@
  * A slice is recorded with the fences of its begin and end; their times are read by gmi_timeline_poll() at the end
  * of ops, once the end has been reached, because the device keeps the times of a limited number of marks. */
 #include "tracer/timeline.h"
+#include "chunk/arena.h"
 #include "chunk/heap.h"
 #include "chunk/residency.h"
 #include "core/streams.h"

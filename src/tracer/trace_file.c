@@ -6,37 +6,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/array.h"
 #include "base/file_limit.h"
 #include "base/names.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "tracer/tracer.h"
 
-/* Returns array with room for one more element, or NULL without memory; the array then stays as it is. */
-static void *grow(void *array, uint32_t count, uint32_t *capacity, size_t size) {
-  if (count < *capacity) return array;
-  uint32_t more = *capacity ? *capacity * 2 : 64;
-  void *bigger = realloc(array, more * size);
-  if (bigger) *capacity = more;
-  return bigger;
-}
-
 gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *t) {
-  gmi_trace_op_t *ops = grow(t->ops, t->op_count, &t->op_capacity, sizeof *ops);
+  gmi_trace_op_t *ops = gmi_array_room(t->ops, t->op_count, &t->op_capacity, sizeof *ops);
   if (!ops) return NULL;
   t->ops = ops;
   ops[t->op_count] = (gmi_trace_op_t){ .use_first = t->use_count };
   return &ops[t->op_count++];
 }
 gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *t) {
-  gmi_trace_use_t *uses = grow(t->uses, t->use_count, &t->use_capacity, sizeof *uses);
+  gmi_trace_use_t *uses = gmi_array_room(t->uses, t->use_count, &t->use_capacity, sizeof *uses);
   if (!uses) return NULL;
   t->uses = uses;
   t->ops[t->op_count - 1].use_count++;
   return &uses[t->use_count++];
 }
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
-  gmi_trace_update_t *updates = grow(t->updates, t->update_count, &t->update_capacity, sizeof *updates);
+  gmi_trace_update_t *updates = gmi_array_room(t->updates, t->update_count, &t->update_capacity, sizeof *updates);
   if (!updates) return NULL;
   t->updates = updates;
   memset(&updates[t->update_count], 0, sizeof *updates);
@@ -115,7 +107,7 @@ typedef struct {
 
 static const char *no_memory(reader_t *r) {
   r->lost = true;
-  return "no memory for it";
+  return "no memory for this line";
 }
 
 /* Adds one line to the trace. Returns NULL, or what is wrong with the line. Every number is checked against its
@@ -242,10 +234,12 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
   }
   bool bad = ferror(file);
   fclose(file);
-  if (!wrong && !bad && (!r.ended || !trace.op_count)) wrong = "the trace has no end, or no op";
+  if (!wrong && !bad && !r.ended) wrong = number ? "the trace ends without a line \"end\"" : "the file is empty";
+  else if (!wrong && !bad && !trace.op_count) wrong = "the trace has no op";
   if (wrong || bad) {
     gmi_trace_free(&trace);
     if (bad) return gmi_fail(GEMINI_ERR_IO, EIO, "trace %s: could not read it", path);
+    if (!number) return gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: %s", path, wrong);
     return gmi_fail(r.lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_ERR_FORMAT, r.lost ? ENOMEM : 0, "trace %s, line %llu: %s",
                     path, (unsigned long long)number, wrong);
   }

@@ -22,7 +22,8 @@ gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m) { return m->trace.tracer->nam
 gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
   gmi_tracer_t *t = calloc(1, sizeof *t);
   if (t) t->names = gmi_op_names_new();
-  if (!t || !t->names) {
+  if (!t || !t->names || gmi_gathers_open(&t->gathers)) {
+    if (t && t->names) gmi_op_names_free(t->names);
     free(t);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the tracer");
   }
@@ -47,6 +48,7 @@ void gmi_tracer_close(gmi_manager_t *m) {
   free(t->timings);
   free(t->durations);
   gmi_op_names_free(t->names);
+  gmi_gathers_close(t->gathers);
   pthread_mutex_destroy(&t->touch_lock);
   free(t);
   m->trace.tracer = NULL;
@@ -56,6 +58,9 @@ void gmi_tracer_forget(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!t) return;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) variant_clear(&t->variants[i]);
+  pthread_mutex_lock(&t->touch_lock); /* an op may be open */
+  gmi_gathers_forget(t->gathers);
+  pthread_mutex_unlock(&t->touch_lock);
   t->active = t->previous = t->entered = GMI_NONE;
   t->history_size = 0;
   t->record_lost = m->bracket.iteration_open;
@@ -110,6 +115,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
   gemini_status_t status = gmi_cut(m);
+  if (!status) status = gmi_gathered_leave(m, true);
   if (status) return status;
   uint64_t now = m->device.ops->now(m->device.self);
   if (t->begun_ns) {
@@ -122,6 +128,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
   t->in_ops_ns = 0;
+  gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
   t->active = expected_variant(t);
@@ -154,6 +161,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
   status = gmi_stream_resolve(m, stream, &s);
+  if (!status) status = gmi_gathered_leave(m, false);
   if (status) return status;
   variant_t *v = gmi_tracer_active_variant(t);
   const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
@@ -191,6 +199,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   t->op_stream = s;
   m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
   m->nonmodel.pages_peak_op = m->nonmodel.heap ? (uint32_t)gmi_heap_pages_used(m->nonmodel.heap) : 0;
+  m->groups.peak_op = m->groups.gradient_frames;
   t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
@@ -202,7 +211,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   gmi_reap(m);
   gmi_nvtx_push(name);
   if (v && v->bundle.made) gmi_tracer_plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
-  return GEMINI_OK;
+  return gmi_gathers_op_begin(m, t->gathers, kept, op->phase); /* the op is open, also if this fails */
 }
 
 /* Closes the op: its uses become canonical, every variant that agreed so far is compared with it, and the plan's
@@ -212,7 +221,11 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   if (gmi_graph_op_end(m)) return GEMINI_OK;
   if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
   timing_t *k = &t->timings[t->op_index];
-  gemini_status_t status = GEMINI_OK;
+  pthread_mutex_lock(&t->touch_lock);
+  gmi_gathers_op_end(m, t->gathers);
+  pthread_mutex_unlock(&t->touch_lock);
+  gemini_status_t status = gmi_gathered_leave(m, false);
+  if (status) return status;
   if (t->op_stream == GMI_CALLER) k->end_ns = m->device.ops->now(m->device.self);
   else status = gmi_fence_now(m, t->op_stream, &k->end);
   if (status) return status;
@@ -223,7 +236,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   pthread_mutex_unlock(&t->touch_lock);
   gmi_trace_op_t *op = &t->record.ops[t->op_index];
   op->nonmodel_peak = m->nonmodel.peak_op;
-  op->heap_pages = m->nonmodel.pages_peak_op;
+  op->heap_pages = m->nonmodel.pages_peak_op + m->groups.peak_op; /* the plan leaves this many frames alone */
   if (t->predicted_peak != UINT64_MAX) {
     uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
                                                            : op->nonmodel_peak - t->predicted_peak;
@@ -336,6 +349,12 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  gemini_status_t left = gmi_gathered_leave(m, true);
+  uint32_t other_frames = 0;
+  for (uint32_t i = 0; i < t->record.op_count; i++)
+    if (t->record.ops[i].heap_pages > other_frames) other_frames = t->record.ops[i].heap_pages;
+  if (!left) left = gmi_gathers_end(m, t->gathers, other_frames);
+  if (left) return left;
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
   gmi_tracer_resolve(m, ended <= m->config.warmup_iterations || t->active == GMI_NONE);
@@ -387,7 +406,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
 
 static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
   if (phase > GEMINI_PHASE_UPDATE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "phase is %u, the last one is %d", phase, GEMINI_PHASE_UPDATE);
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "phase is %u, must be 0 to %d", phase, GEMINI_PHASE_UPDATE);
   if (m->trace.tracer->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
   atomic_store(&m->bracket.phase, phase);
   return GEMINI_OK;
@@ -424,8 +443,8 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
     status = gmi_plan_bundle_make(m, &loaded.trace, m->cut.chunk_shift, &loaded.bundle);
   if (status == GEMINI_ERR_INVALID)
-    status =
-        gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made of it: its times or counts are too large", path);
+    status = gmi_fail(GEMINI_ERR_FORMAT, 0, "trace %s: no plan can be made from it: its times or counts are too large",
+                      path);
   if (status) {
     gmi_trace_free(&loaded.trace);
     return status;
@@ -468,8 +487,9 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, c
 
 /* ---- tables for lower modules (core/observer.h) */
 static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
+static bool gathers_follow(gmi_manager_t *m) { return gmi_gathers_follow(m->trace.tracer->gathers); }
 
-const gmi_observer_t gmi_tracer_events = {
+const gmi_observer_t gmi_tracer_observer = {
   .touched = gmi_tracer_touch,
   .pause_begins = gmi_tracer_pause,
   .pause_ends = gmi_tracer_resume,
@@ -491,4 +511,5 @@ const gmi_advice_t gmi_tracer_advice = {
   .next_use = gmi_tracer_next_use,
   .piece_on_device = gmi_tracer_piece_on_device,
   .piece_use = gmi_tracer_piece_use,
+  .gathers_follow = gathers_follow,
 };

@@ -14,7 +14,7 @@
  * keeps the names of ops.
  *
  * Threads: the manager's lock is held in every call, unless the comment at a function says otherwise. Lower modules
- * reach the tracer through gmi_tracer_events and gmi_tracer_advice only (core/observer.h). */
+ * reach the tracer through gmi_tracer_observer and gmi_tracer_advice only (core/observer.h). */
 #ifndef GMI_TRACER_H
 #define GMI_TRACER_H
 
@@ -59,7 +59,7 @@ typedef struct gmi_trace {
   uint64_t outside_ns;
 } gmi_trace_t;
 
-extern const gmi_observer_t gmi_tracer_events;
+extern const gmi_observer_t gmi_tracer_observer;
 extern const gmi_advice_t gmi_tracer_advice;
 
 gemini_status_t gmi_tracer_open(gmi_manager_t *m);

@@ -10,7 +10,9 @@
 #include "chunk/graph.h"
 #include "chunk/heap.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "core/streams.h"
+#include "tracer/gathers.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
@@ -51,6 +53,7 @@ typedef struct {
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
+  struct gmi_gathers *gathers; /* its record of the open op is guarded by touch_lock, too */
 
   variant_t variants[GMI_VARIANTS];
   uint32_t active; /* the variant that this iteration follows so far, or GMI_NONE */

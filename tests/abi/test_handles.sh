@@ -24,7 +24,7 @@ expect() {
 }
 
 cc=$1 cxx=$2
-includes=$'#include "gemini.h"\n#include "gemini/graph.h"\n#include "gemini/topology.h"'
+includes=$'#include "gemini.h"\n#include "gemini/graph.h"\n#include "gemini/group.h"\n#include "gemini/topology.h"'
 for want in "${kinds[@]}"; do
   for have in "${kinds[@]}"; do
     expect "$([[ $want == "$have" ]] && echo yes || echo no)" "gemini_${have}_t as gemini_${want}_t" \

@@ -5,6 +5,7 @@
 
 #include "gemini.h"
 #include "gemini/graph.h"
+#include "gemini/group.h"
 #include "gemini/hook.h"
 #include "gemini/topology.h"
 
@@ -56,7 +57,7 @@ OFFSET(gemini_config_t, reserved, 132);
 OFFSET(gemini_config_t, checkpoint_name, 136);
 OFFSET(gemini_config_t, watchdog_ns, 144);
 
-SIZE(gemini_arena_config_t, 48);
+SIZE(gemini_arena_config_t, 64);
 OFFSET(gemini_arena_config_t, struct_size, 0);
 OFFSET(gemini_arena_config_t, kind, 4);
 OFFSET(gemini_arena_config_t, element_bytes, 8);
@@ -65,6 +66,9 @@ OFFSET(gemini_arena_config_t, capacity_bytes, 16);
 OFFSET(gemini_arena_config_t, name, 24);
 OFFSET(gemini_arena_config_t, like, 32);
 OFFSET(gemini_arena_config_t, reuse, 40);
+OFFSET(gemini_arena_config_t, group, 48);
+OFFSET(gemini_arena_config_t, zero_stage, 56);
+OFFSET(gemini_arena_config_t, dtype, 60);
 
 SIZE(gemini_arena_info_t, 48);
 OFFSET(gemini_arena_info_t, struct_size, 0);
@@ -162,6 +166,42 @@ OFFSET(gemini_link_stats_t, bw_bytes_per_s, 24);
 OFFSET(gemini_link_stats_t, moved_bytes, 32);
 OFFSET(gemini_link_stats_t, moved_chunks, 40);
 
+SIZE(gemini_group_id_t, 512);
+OFFSET(gemini_group_id_t, bytes, 0);
+
+SIZE(gemini_comm_t, 72);
+OFFSET(gemini_comm_t, struct_size, 0);
+OFFSET(gemini_comm_t, flags, 4);
+OFFSET(gemini_comm_t, user, 8);
+OFFSET(gemini_comm_t, all_gather, 16);
+OFFSET(gemini_comm_t, broadcast, 24);
+OFFSET(gemini_comm_t, reduce_scatter, 32);
+OFFSET(gemini_comm_t, all_reduce, 40);
+OFFSET(gemini_comm_t, exchange, 48);
+OFFSET(gemini_comm_t, poll, 56);
+OFFSET(gemini_comm_t, abort, 64);
+
+SIZE(gemini_group_config_t, 48);
+OFFSET(gemini_group_config_t, struct_size, 0);
+OFFSET(gemini_group_config_t, flags, 4);
+OFFSET(gemini_group_config_t, rank, 8);
+OFFSET(gemini_group_config_t, ranks, 12);
+OFFSET(gemini_group_config_t, id, 16);
+OFFSET(gemini_group_config_t, deadline_ns, 24);
+OFFSET(gemini_group_config_t, nccl_comms, 32);
+OFFSET(gemini_group_config_t, comms, 40);
+
+SIZE(gemini_group_stats_t, 56);
+OFFSET(gemini_group_stats_t, struct_size, 0);
+OFFSET(gemini_group_stats_t, rank, 4);
+OFFSET(gemini_group_stats_t, ranks, 8);
+OFFSET(gemini_group_stats_t, reserved, 12);
+OFFSET(gemini_group_stats_t, gathered_chunks, 16);
+OFFSET(gemini_group_stats_t, gathered_bytes, 24);
+OFFSET(gemini_group_stats_t, reduced_chunks, 32);
+OFFSET(gemini_group_stats_t, fetched_bytes, 40);
+OFFSET(gemini_group_stats_t, stored_bytes, 48);
+
 SIZE(gemini_topology_object_t, 176);
 OFFSET(gemini_topology_object_t, struct_size, 0);
 OFFSET(gemini_topology_object_t, kind, 4);
@@ -189,6 +229,7 @@ VALUE(GEMINI_ERR_EXISTS, -12);
 VALUE(GEMINI_ERR_UNSUPPORTED, -13);
 VALUE(GEMINI_ERR_DEVICE, -14);
 VALUE(GEMINI_ERR_PENDING, -15);
+VALUE(GEMINI_ERR_PEER, -16);
 VALUE(GEMINI_TIER_DEVICE, 0);
 VALUE(GEMINI_TIER_HOST, 1);
 VALUE(GEMINI_TIER_FILE, 2);
@@ -213,6 +254,10 @@ VALUE(GEMINI_KIND_MASTER, 2);
 VALUE(GEMINI_KIND_MOMENTUM, 3);
 VALUE(GEMINI_KIND_VARIANCE, 4);
 VALUE(GEMINI_KIND_OTHER, 5);
+VALUE(GEMINI_ZERO_AUTO, 0);
+VALUE(GEMINI_ZERO_STATES, 1);
+VALUE(GEMINI_ZERO_GRADIENTS, 2);
+VALUE(GEMINI_ZERO_PARAMS, 3);
 VALUE(GEMINI_STATE_FREE, 0);
 VALUE(GEMINI_STATE_HOLD, 1);
 VALUE(GEMINI_STATE_HOLD_AFTER_FWD, 2);
@@ -238,6 +283,13 @@ VALUE(GEMINI_REASON_PRESSURE, 2);
 VALUE(GEMINI_REASON_CALLER, 3);
 VALUE(GEMINI_REASON_UPDATE, 4);
 VALUE(GEMINI_REASON_COUNT, 5);
+VALUE(GEMINI_GROUP_RANKS, 1024);
+VALUE(GEMINI_GROUP_ID_BYTES, 512);
+VALUE(GEMINI_TRANSPORT_SHARED, 0);
+VALUE(GEMINI_TRANSPORT_NCCL, 1);
+VALUE(GEMINI_COMM_QUEUES, 1);
+VALUE(GEMINI_GROUP_RANK_ORDER, 1);
+VALUE(GEMINI_GROUP_COMMS, 3);
 VALUE(GEMINI_OBJECT_NODE, 0);
 VALUE(GEMINI_OBJECT_GPU, 1);
 VALUE(GEMINI_OBJECT_DISK, 2);

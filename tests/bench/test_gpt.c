@@ -753,6 +753,42 @@ static void test_memory_norm_adds_in_blocks_of_65536_bytes(void) {
   memory_close(&memory);
 }
 
+static void test_memory_gradients_add_in_order_in_float_rounded_once(void) {
+  enum { TENSORS = 3, MICRO_BATCHES = 3 };
+  static const float nothing = -1; /* not written: zero */
+  const float values[TENSORS][MICRO_BATCHES] = {
+    { 0x1p24f, 1, -0x1p24f }, /* 0; 1 in another order */
+    { 1, 0x1p-8f, 0x1p-8f },  /* 1 + 2^-7; 1 if each sum is rounded */
+    { 3, nothing, 4 },        /* 7; 10 if the second micro-batch's gradient is that of the first */
+  };
+  static const float expected[TENSORS] = { 0, 1 + 0x1p-7f, 7 };
+  memory_t memory;
+  memory_open(&memory, &device_cpu, NULL, true);
+  for (int tensor = 0; tensor < TENSORS; tensor++) memory_register(&memory, "t", 1);
+  memory_ready(&memory);
+  for (int step = 0; step < 2; step++) {
+    memory_iteration_begin(&memory);
+    for (int i = 0; i < MICRO_BATCHES; i++) {
+      for (int tensor = 0; tensor < TENSORS; tensor++) {
+        if (values[tensor][i] == nothing) continue;
+        uint16_t *gradient = memory_host_acquire(&memory, GEMINI_KIND_GRAD, GEMINI_WRITE, tensor);
+        CHECK(gradient != NULL);
+        *gradient = gpt_bf16_from_f32(values[tensor][i]);
+        memory_host_release(&memory, GEMINI_KIND_GRAD, tensor);
+      }
+      memory_gradients_add(&memory, i, MICRO_BATCHES);
+    }
+    for (int tensor = 0; tensor < TENSORS; tensor++) {
+      const uint16_t *sum = memory_host_acquire(&memory, GEMINI_KIND_GRAD, GEMINI_READ, tensor);
+      CHECK(sum != NULL && gpt_f32_from_bf16(*sum) == expected[tensor]);
+      memory_host_release(&memory, GEMINI_KIND_GRAD, tensor);
+    }
+    memory_iteration_end(&memory);
+  }
+  CHECK(memory_error(&memory) == NULL);
+  memory_close(&memory);
+}
+
 /* ---- Text ---- */
 
 static void write_file(const char *directory, const char *name, const char *content) {
@@ -821,6 +857,7 @@ int main(void) {
   RUN(test_model_later_token_changes_nothing_earlier);
   RUN(test_model_initial_values_are_seeded);
   RUN(test_memory_norm_adds_in_blocks_of_65536_bytes);
+  RUN(test_memory_gradients_add_in_order_in_float_rounded_once);
   RUN(test_text_directory_reads_each_file_once_by_name);
   return check_done();
 }

@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 
 #include "../check.h"
@@ -350,6 +352,121 @@ static void test_parameter_and_gradient_are_not_used_at_once(void) {
 }
 
 /* ---- load */
+
+/* The library reads callers' files by this pread() instead of libc's. Before read number middle_read of the file
+ * middle_fd, counted from 0, it calls middle: other calls come in the middle of a load. */
+static atomic_int middle_fd = -1;
+static int middle_read, reads;
+static void (*middle)(void);
+ssize_t pread(int fd, void *bytes, size_t size, off_t offset) {
+  if (fd == atomic_load(&middle_fd) && reads++ == middle_read) middle();
+  return syscall(SYS_pread64, fd, bytes, size, offset);
+}
+static int file_of(uint64_t size, uint64_t seed) {
+  int fd = memfd_create("test", MFD_CLOEXEC);
+  uint8_t *bytes = malloc(size);
+  CHECK(fd >= 0 && bytes);
+  world_write(bytes, 0, size, seed);
+  CHECK_EQ(write(fd, bytes, size), size);
+  free(bytes);
+  return fd;
+}
+
+/* A tensor larger than the host, and a small one that shares its last chunk: all calls that use that chunk, while the
+ * load is elsewhere in its range. */
+static struct {
+  world_t w;
+  gemini_arena_t arena;
+  gemini_tensor_t t, next;
+  uint32_t tier; /* where next is */
+} beside;
+static gemini_status_t beside_acquire(uint32_t mode, uint32_t tier) {
+  gemini_access_t a = world_whole(beside.next, mode, tier);
+  gemini_status_t status = gemini_acquire(beside.w.mgr, &a, 1, GEMINI_STREAM_CALLER);
+  if (!status) CHECK_OK(gemini_release(beside.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  return status;
+}
+static void calls_beside(gemini_status_t expected) {
+  gemini_access_t next = world_whole(beside.next, 0, DEVICE);
+  for (uint32_t mode = READ; mode <= BOTH; mode++)
+    for (uint32_t tier = DEVICE; tier <= HOST; tier++) CHECK_STATUS(beside_acquire(mode, tier), expected);
+  CHECK_STATUS(gemini_pin(beside.w.mgr, &next), expected);
+  if (!expected) CHECK_OK(gemini_unpin(beside.w.mgr, &next));
+  int fd = file_of(W / 2, 6);
+  CHECK_STATUS(gemini_store(beside.w.mgr, &next, fd, 0), expected);
+  CHECK_STATUS(gemini_load(beside.w.mgr, &next, fd, 0), expected);
+  CHECK(!close(fd));
+  if (!expected) return;
+  const uint32_t mode = READ;
+  int calls = 0;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &beside.arena;
+  u.modes = &mode;
+  u.arena_count = 1;
+  u.first_element = 9 * W + W / 2;
+  u.element_count = W / 2;
+  u.fn = count_span;
+  u.user = &calls;
+  CHECK_STATUS(gemini_update(beside.w.mgr, &u), expected);
+  CHECK_EQ(calls, 0);
+  CHECK_STATUS(gemini_zero(beside.w.mgr, &next), expected);
+  CHECK_STATUS(gemini_tensor_state_set(beside.w.mgr, beside.next, GEMINI_STATE_FREE), expected);
+  CHECK_STATUS(gemini_arena_destroy(beside.w.mgr, beside.arena), expected);
+}
+static void busy_beside(void) { calls_beside(GEMINI_ERR_BUSY); }
+static void leave_beside(void) { /* nothing keeps the claimed chunk where it is */
+  gemini_access_t next = world_whole(beside.next, 0, FILES);
+  if (beside.tier == HOST) CHECK_OK(gemini_move(beside.w.mgr, &next, 1));
+  calls_beside(GEMINI_ERR_BUSY);
+}
+static void test_load_is_not_busy_once_it_has_changed_a_byte(void) {
+  int fd = file_of(10 * W, 8);
+  for (int read = 0; read < 10; read++) {
+    for (uint32_t tier = DEVICE; tier <= FILES; tier++) {
+      beside.w = world_open(world_config(4, 6, 32));
+      beside.tier = tier;
+      beside.arena = world_arena(&beside.w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+      beside.t = world_tensor(&beside.w, beside.arena, "t", 9 * W + W / 2);
+      beside.next = world_tensor(&beside.w, beside.arena, "next", W / 2);
+      for (uint64_t at = 0; at < 9 * W + W / 2; at += W / 2) world_fill(&beside.w, beside.t, at, W / 2, HOST, 5);
+      world_fill(&beside.w, beside.next, 0, W / 2, tier == DEVICE ? DEVICE : HOST, 6);
+      gemini_access_t all = world_whole(beside.t, 0, 0), next = world_whole(beside.next, 0, FILES);
+      if (tier == FILES) CHECK_OK(gemini_move(beside.w.mgr, &next, 1));
+      reads = 0;
+      middle_read = read;
+      middle = read % 2 && read < 9 ? leave_beside : busy_beside;
+      atomic_store(&middle_fd, fd);
+      CHECK_OK(gemini_load(beside.w.mgr, &all, fd, 0));
+      atomic_store(&middle_fd, -1);
+      CHECK_EQ(reads, 10);
+      for (uint64_t at = 0; at < 9 * W + W / 2; at += W / 2) CHECK(world_holds(&beside.w, beside.t, at, W / 2, 8));
+      CHECK(world_holds(&beside.w, beside.next, 0, W / 2, 6));
+      calls_beside(GEMINI_OK);
+      world_close(&beside.w);
+    }
+  }
+  CHECK(!close(fd));
+}
+
+/* The claims of a load that is refused, or whose reading fails, end with it. */
+static void test_load_that_fails_leaves_its_range_usable(void) {
+  world_t w = world_open(world_config(4, 6, 32));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 4 * W);
+  world_fill(&w, t, 0, 4 * W, HOST, 5);
+  gemini_access_t all = world_whole(t, 0, 0), last = world_part(t, 3 * W, W, READ, DEVICE);
+  int fd = file_of(2 * W, 8);
+  CHECK_OK(gemini_acquire(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_load(w.mgr, &all, fd, 0), GEMINI_ERR_BUSY);
+  CHECK_OK(gemini_release(w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t at = 0; at < 4 * W; at += W) world_fill(&w, t, at, W, at % (2 * W) ? DEVICE : HOST, 5);
+  CHECK_STATUS(gemini_load(w.mgr, &all, fd, 0), GEMINI_ERR_FORMAT); /* in the third chunk */
+  CHECK(world_holds(&w, t, 0, 2 * W, 8) && world_holds(&w, t, 2 * W, 2 * W, 5));
+  for (uint64_t at = 0; at < 4 * W; at += W) world_fill(&w, t, at, W, at % (2 * W) ? DEVICE : HOST, 5);
+  CHECK(!close(fd));
+  world_close(&w);
+}
+
 static void test_load_that_does_not_fit_loads_nothing(void) {
   char path[] = "/tmp/gemini-test.XXXXXX";
   int fd = mkstemp(path);
@@ -441,6 +558,8 @@ int main(void) {
   RUN(test_update_whose_callback_runs_is_not_done);
   RUN(test_chunk_of_an_update_whose_callback_runs_is_not_acquired);
   RUN(test_parameter_and_gradient_are_not_used_at_once);
+  RUN(test_load_is_not_busy_once_it_has_changed_a_byte);
+  RUN(test_load_that_fails_leaves_its_range_usable);
   RUN(test_load_that_does_not_fit_loads_nothing);
   RUN(test_load_of_a_chunk_whose_update_waits_loads_nothing);
   RUN(test_checkpoint_without_room_is_oom_file);

@@ -11,8 +11,8 @@ enum { DEVICE = GEMINI_TIER_DEVICE, HOST = GEMINI_TIER_HOST, FRAMES = 8 };
 enum { READ = GEMINI_READ, BOTH = GEMINI_READ_WRITE };
 
 /* "main" is pinned, so that its pieces run on the device, and "state" is like it. While the crowd has all other frames, an update
- * is accepted and waits. The first callback of update number meet starts other() in a thread, and goes on when that waits, or has
- * come to its end. */
+ * is accepted and waits. The first callback of update number meet from element meet_at on starts other() in a thread, and goes on
+ * when that waits, or has come to its end. */
 typedef struct {
   world_t w;
   gemini_arena_t arenas[2], extra;
@@ -24,6 +24,7 @@ typedef struct {
   bool joined;
   gemini_status_t status; /* of other()'s call */
   int meet, seen;
+  uint64_t meet_at;
 } scene_t;
 
 static void *run_other(void *user) {
@@ -49,7 +50,7 @@ typedef struct {
 static void span(void *user, const gemini_update_span_t *span) {
   mark_t *mark = user;
   scene_t *s = mark->s;
-  if (mark->number == s->meet && span->first_element == 0 && !atomic_exchange(&s->started, true)) {
+  if (mark->number == s->meet && span->first_element == s->meet_at && !atomic_exchange(&s->started, true)) {
     CHECK_EQ(pthread_create(&s->thread, NULL, run_other, s), 0);
     for (s->seen = 0; !somebody_waits(s) && !atomic_load(&s->ended); s->seen = 0)
       nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
@@ -203,6 +204,55 @@ static void test_zero_refuses_what_its_own_callback_acquired(void) {
   world_close(&s.w);
 }
 
+/* A call that names several chunks, with an update left on each: in the callback for the second chunk, the call must not have begun
+ * with the first. Builds with GEMINI_CHECK look at all records whenever the lock is given away. */
+static void test_a_batch_begins_after_its_callbacks(void) {
+  static const uint32_t tiers[] = { DEVICE, HOST }, modes[] = { READ, BOTH };
+  for (int i = 0; i < 8; i++) {
+    scene_t s;
+    mark_t mark = { &s, 1 };
+    scene_open(&s, 2, read_on_host, 1);
+    s.meet_at = W;
+    crowd_comes(&s);
+    update(&s, &mark, GEMINI_UPDATE_LATE);
+    CHECK_EQ(world_stats(&s.w).pending_updates, 2);
+    crowd_goes(&s);
+    uint32_t tier = tiers[i & 1], mode = modes[i >> 1 & 1];
+    gemini_access_t parts[2] = { world_whole(s.state, mode, tier), world_part(s.state, W, W, mode, tier) };
+    if (i & 4) parts[0] = world_part(s.state, 0, W, mode, tier); /* two accesses in place of one */
+    CHECK_OK(gemini_acquire(s.w.mgr, parts, i & 4 ? 2 : 1, GEMINI_STREAM_CALLER));
+    for (uint64_t at = 0; at < W; at++) CHECK_EQ(((uint8_t *)parts[0].ptr)[at], 0);
+    if (mode == BOTH) memset(parts[0].ptr, 7, W);
+    CHECK_OK(gemini_release(s.w.mgr, parts, i & 4 ? 2 : 1, GEMINI_STREAM_CALLER));
+    CHECK_EQ(byte_at(&s, s.state, W - 1, tiers[i >> 1 & 1]), mode == BOTH ? 7 : 0);
+    scene_close(&s, 2, 1);
+  }
+}
+
+static void take_five_frames(void *scene) {
+  scene_t *s = scene;
+  void *ptr;
+  CHECK_OK(gemini_alloc(s->w.mgr, 5 * W, GEMINI_STREAM_CALLER, &ptr)); /* all but 2 pinned, and 1 of the piece */
+  CHECK_OK(gemini_free(s->w.mgr, ptr, GEMINI_STREAM_CALLER));
+}
+static void test_moves_and_pins_begin_after_their_callbacks(void) {
+  for (int pins = 0; pins < 2; pins++) {
+    scene_t s;
+    mark_t mark = { &s, 1 };
+    scene_open(&s, 2, take_five_frames, 1);
+    s.meet_at = W;
+    crowd_comes(&s);
+    update(&s, &mark, GEMINI_UPDATE_LATE);
+    crowd_goes(&s);
+    gemini_access_t all = world_whole(s.state, 0, DEVICE);
+    if (pins) CHECK_OK(gemini_pin(s.w.mgr, &all));
+    else CHECK_OK(gemini_move(s.w.mgr, &all, 1));
+    CHECK_EQ(world_tier_bytes(&s.w, s.state, DEVICE), 2 * W);
+    if (pins) CHECK_OK(gemini_unpin(s.w.mgr, &all));
+    scene_close(&s, 2, 1);
+  }
+}
+
 static void destroy_extra(void *scene) {
   scene_t *s = scene;
   s->status = gemini_arena_destroy(s->w.mgr, s->extra);
@@ -229,6 +279,8 @@ int main(void) {
   RUN(test_a_piece_runs_once_whoever_comes_in_its_callback);
   RUN(test_zero_forgets_nothing_that_came_in_a_callback);
   RUN(test_zero_refuses_what_its_own_callback_acquired);
+  RUN(test_a_batch_begins_after_its_callbacks);
+  RUN(test_moves_and_pins_begin_after_their_callbacks);
   RUN(test_an_arena_is_destroyed_once);
   return check_done();
 }

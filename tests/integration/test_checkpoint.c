@@ -73,10 +73,20 @@ static bool model_holds(model_t *k, uint64_t seed) {
   return right;
 }
 
+/* Leaves a directory with the checkpoint of a model that was filled with seed 10, and is closed. */
+static void checkpoint_made(void) {
+  dir_make(dir);
+  model_t k = model_open();
+  model_fill(&k, 10);
+  CHECK_OK(gemini_checkpoint(k.w.mgr));
+  world_close(&k.w);
+}
+
 static void test_what_was_checkpointed_comes_back(void) {
   dir_make(dir);
   model_t k = model_open();
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_NOT_FOUND);
+  CHECK_SAYS(world_error().message, "there is no checkpoint yet");
   model_fill(&k, 10);
   CHECK_OK(gemini_tensor_state_set(k.w.mgr, k.p[2], GEMINI_STATE_READY_FOR_REDUCE));
   CHECK_OK(gemini_checkpoint(k.w.mgr));
@@ -228,7 +238,7 @@ static void test_what_lies_where_the_index_is_written_is_left_alone(void) {
       CHECK_EQ(world_error().native_code, EEXIST);
       CHECK_EQ(rmdir(path), 0);
     }
-    alarm(60); /* one that waits for a reader of the FIFO would do so for ever */
+    alarm(300); /* one that waits for a reader of the FIFO would do so for ever */
     CHECK_OK(gemini_checkpoint(k.w.mgr));
     alarm(0);
     CHECK_EQ(pread(fd, bytes, sizeof bytes, 0), 9);
@@ -244,12 +254,8 @@ static void test_what_lies_where_the_index_is_written_is_left_alone(void) {
 }
 
 static void test_other_arenas_and_tensors_are_refused(void) {
-  dir_make(dir);
-  model_t k = model_open();
-  model_fill(&k, 10);
-  CHECK_OK(gemini_checkpoint(k.w.mgr));
-  world_close(&k.w);
-  k = model_open_sized(checkpoint_config(), SIZE - 512);
+  checkpoint_made();
+  model_t k = model_open_sized(checkpoint_config(), SIZE - 512);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_FORMAT);
   CHECK(strstr(world_error().message, "arena params"));
   world_close(&k.w);
@@ -281,20 +287,80 @@ static void test_other_arenas_and_tensors_are_refused(void) {
 }
 
 static void test_a_checkpoint_larger_than_the_file_budget_is_refused(void) {
-  dir_make(dir);
-  model_t k = model_open();
-  model_fill(&k, 10);
-  CHECK_OK(gemini_checkpoint(k.w.mgr));
-  world_close(&k.w);
+  checkpoint_made();
   gemini_config_t small = checkpoint_config();
   small.file_bytes = 10 * W;
-  k = model_open_sized(small, SIZE);
+  model_t k = model_open_sized(small, SIZE);
   CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_OOM_FILE);
   CHECK_SAYS(world_error().message, "the file budget is 655360");
   CHECK_EQ(world_stats(&k.w).used_bytes[FILES], 0);
   CHECK_OK(gemini_budget_set(k.w.mgr, FILES, 120 * W)); /* nothing has changed, and with more room it goes */
   CHECK_OK(gemini_resume(k.w.mgr));
   CHECK(model_holds(&k, 10));
+  world_close(&k.w);
+  clear_dir();
+}
+
+/* Chunks that were only read may still be on the device and on the host, as zeros: a checkpoint is taken up in their
+ * place. */
+static void test_what_was_read_before_is_taken_up(void) {
+  checkpoint_made();
+  model_t k = model_open();
+  CHECK(world_holds_on(&k.w, k.p[3], 0, SIZE, DEVICE, 0));
+  CHECK(world_holds_on(&k.w, k.m[4], 0, 2 * SIZE, HOST, 0));
+  CHECK(world_stats(&k.w).used_bytes[DEVICE] > 0 && world_stats(&k.w).used_bytes[HOST] > 0);
+  CHECK_OK(gemini_resume(k.w.mgr));
+  CHECK_EQ(world_stats(&k.w).used_bytes[HOST], 0);
+  CHECK_EQ(world_tier_bytes(&k.w, k.p[3], DEVICE), 0);
+  CHECK(model_holds(&k, 10));
+  world_close(&k.w);
+  clear_dir();
+}
+
+static void test_a_pinned_chunk_stays_on_the_device(void) {
+  checkpoint_made();
+  model_t k = model_open();
+  gemini_access_t pin = world_part(k.m[4], 0, 4, 0, DEVICE);
+  CHECK_OK(gemini_pin(k.w.mgr, &pin));
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+  CHECK_SAYS(world_error().message, "arena master is pinned");
+  CHECK(world_tier_bytes(&k.w, k.m[4], DEVICE) > 0);
+  CHECK_OK(gemini_unpin(k.w.mgr, &pin));
+  CHECK_OK(gemini_resume(k.w.mgr)); /* it has changed nothing */
+  CHECK(model_holds(&k, 10));
+  world_close(&k.w);
+  clear_dir();
+}
+
+static void add_one(void *user, const gemini_update_span_t *span) {
+  (void)user;
+  for (uint64_t i = 0; i < span->element_count; i++) ((uint32_t *)span->ptr[0])[i]++;
+}
+/* The update was given zeros, and would add to the checkpoint's bytes. */
+static void test_an_update_that_waits_keeps_a_resume_away(void) {
+  checkpoint_made();
+  model_t k = model_open();
+  void *block;
+  CHECK_OK(gemini_host_alloc(k.w.mgr, 12 * W, 0, &block)); /* leaves the update no room */
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  const uint32_t modes[] = { GEMINI_READ_WRITE };
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = &k.master;
+  u.modes = modes;
+  u.arena_count = 1;
+  u.fn = add_one;
+  CHECK_OK(gemini_update(k.w.mgr, &u));
+  CHECK(world_stats(&k.w).pending_updates > 0);
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+  CHECK_SAYS(world_error().message, "arena master is waiting for an update");
+  CHECK_OK(gemini_host_free(k.w.mgr, block));
+  CHECK_OK(gemini_update_wait(k.w.mgr));
+  gemini_access_t last = world_part(k.m[5], 0, 4, GEMINI_READ, HOST);
+  CHECK_OK(gemini_acquire(k.w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(*(const uint32_t *)last.ptr, 1);
+  CHECK_OK(gemini_release(k.w.mgr, &last, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_resume(k.w.mgr), GEMINI_ERR_STATE);
+  CHECK_SAYS(world_error().message, "arena master is written");
   world_close(&k.w);
   clear_dir();
 }
@@ -404,6 +470,9 @@ int main(void) {
   RUN(test_what_lies_where_the_index_is_written_is_left_alone);
   RUN(test_other_arenas_and_tensors_are_refused);
   RUN(test_a_checkpoint_larger_than_the_file_budget_is_refused);
+  RUN(test_what_was_read_before_is_taken_up);
+  RUN(test_a_pinned_chunk_stays_on_the_device);
+  RUN(test_an_update_that_waits_keeps_a_resume_away);
   RUN(test_calls_out_of_order_are_refused);
 #ifndef __SANITIZE_THREAD__ /* a forked child of a process with threads is more than it can follow */
   RUN(test_a_kill_leaves_a_whole_checkpoint);

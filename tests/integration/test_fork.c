@@ -191,7 +191,7 @@ static void test_a_child_sorts_while_a_thread_of_its_parents_does(void) {
   while (!atomic_load(&sorting)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
   pid_t child = fork_child();
   if (!child) {
-    alarm(20);
+    alarm(300);
     world_t mine = world_open(world_config(4, 6, 0));
     sort_tensors(&mine, world_arena(&mine, GEMINI_KIND_OTHER, 1, "sorted", 0, 0));
     world_close(&mine);

@@ -389,7 +389,7 @@ static void hangs(int number) {
 }
 int main(void) {
   signal(SIGALRM, hangs);
-  alarm(250);
+  alarm(540);
   RUN(test_blocks_of_all_sizes_and_alignments_have_their_own_bytes);
   RUN(test_one_block_may_have_the_whole_budget_and_no_more);
   RUN(test_chunks_make_room_and_keep_their_bytes);

@@ -736,6 +736,19 @@ static void test_strict_stale_accesses_fault(void) {
 }
 
 /* ---- budgets */
+/* Before the first use there are no chunks yet; the budget must hold one of the configured size all the same. */
+static void test_budget_below_the_configured_chunk_before_first_use_is_refused(void) {
+  gemini_config_t c = world_config(8, 16, 0);
+  c.chunk_bytes = 4 * CHUNK;
+  world_t w = world_of(c, 1, 4 * CHUNK);
+  CHECK_EQ(gemini_budget_set(w.mgr, DEVICE, 4 * CHUNK - 1), GEMINI_ERR_INVALID);
+  CHECK(says_bytes("less than one chunk, ", 4 * CHUNK));
+  CHECK_EQ(world_stats(&w).budget_bytes[DEVICE], 8 * CHUNK);
+  OK(gemini_budget_set(w.mgr, DEVICE, 4 * CHUNK));
+  put(&w, w.t[0], DEVICE, 1);
+  expect(&w, w.t[0], DEVICE, 1);
+  world_close(&w);
+}
 static void test_budget_device_down_and_up_moves_what_must(void) {
   world_t w = world_of(world_config(6, 16, 0), 8, CHUNK);
   for (int i = 0; i < 6; i++) put(&w, w.t[i], DEVICE, 80 + (uint64_t)i);
@@ -1439,6 +1452,7 @@ int main(void) {
   RUN(test_tensor_larger_than_the_device_is_used_by_ranges);
   RUN(test_tied_tensors_share_their_bytes);
   RUN(test_strict_stale_accesses_fault);
+  RUN(test_budget_below_the_configured_chunk_before_first_use_is_refused);
   RUN(test_budget_device_down_and_up_moves_what_must);
   RUN(test_budget_host_down_goes_to_files_or_is_refused);
   RUN(test_budget_file_down_is_refused_while_needed);

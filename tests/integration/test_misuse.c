@@ -13,6 +13,7 @@
 #include "../fork.h"
 #include "gemini.h"
 #include "gemini/graph.h"
+#include "gemini/group.h"
 #include "gemini/hook.h"
 #include "gemini/topology.h"
 #include "world.h"
@@ -282,6 +283,16 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_graph_enter, mgr, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_graph_leave, mgr, 0);
   REFUSED(HANDLE, says, gemini_graph_destroy, mgr, NULL);
+  gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  gemini_group_stats_t group_stats = GEMINI_GROUP_STATS_INIT;
+  gemini_group_t group_out = NULL;
+  uint64_t slice[2] = { 77, 77 };
+  REFUSED(HANDLE, says, gemini_group_open, mgr, &group, &group_out);
+  REFUSED(HANDLE, says, gemini_group_close, mgr, NULL);
+  REFUSED(HANDLE, says, gemini_group_exchange, mgr, NULL, NULL, 0, NULL);
+  REFUSED(HANDLE, says, gemini_group_stats, mgr, NULL, &group_stats);
+  REFUSED(HANDLE, says, gemini_slice_next, mgr, &a, 0, &slice[0], &slice[1]);
+  CHECK(!group_out && slice[0] == 77 && slice[1] == 77);
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
   REFUSED(HANDLE, says, gemini_free, mgr, bed.block, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_free, mgr, NULL, GEMINI_STREAM_CALLER);
@@ -618,9 +629,10 @@ static void test_input_structs_of_wrong_size_are_refused(void) {
     page_t p = page_of(&config, sizeof config, below ? sizeof config - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof config), gemini_manager_open,
             (const gemini_config_t *)p.bytes, &out.manager);
-    p = page_of(&arena_config, sizeof arena_config, below ? sizeof arena_config - 1 : wrong, 0);
-    REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof arena_config), gemini_arena_create,
-            mgr, (const gemini_arena_config_t *)p.bytes, &out.arena);
+    const size_t first = offsetof(gemini_arena_config_t, group); /* its size before it had groups */
+    p = page_of(&arena_config, sizeof arena_config, below ? first - 1 : wrong, 0);
+    REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, first), gemini_arena_create, mgr,
+            (const gemini_arena_config_t *)p.bytes, &out.arena);
     p = page_of(&update, sizeof update, below ? sizeof update - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof update), gemini_update, mgr,
             (const gemini_update_t *)p.bytes);
@@ -774,9 +786,9 @@ static void test_last_error_keeps_its_record(void) {
 static void test_statuses_have_words_of_their_own(void) {
   const char *unknown = gemini_status_string(1);
   CHECK(unknown && *unknown);
-  const gemini_status_t none[] = { 2, 15, -16, -100, INT32_MAX, INT32_MIN };
+  const gemini_status_t none[] = { 2, 15, -17, -100, INT32_MAX, INT32_MIN };
   for (size_t i = 0; i < sizeof none / sizeof *none; i++) CHECK(!strcmp(gemini_status_string(none[i]), unknown));
-  for (gemini_status_t s = 0; s >= GEMINI_ERR_PENDING; s--) {
+  for (gemini_status_t s = 0; s >= GEMINI_ERR_PEER; s--) {
     CHECK(gemini_status_string(s) && *gemini_status_string(s) && strcmp(gemini_status_string(s), unknown));
     for (gemini_status_t other = 0; other > s; other--)
       CHECK(strcmp(gemini_status_string(s), gemini_status_string(other)));
@@ -871,7 +883,7 @@ static void test_manager_sixty_fifth_is_refused(void) {
   gemini_config_t c = world_config(1, 1, 0);
   gemini_manager_t mgr[MANAGERS + 1] = { 0 };
   for (int i = 0; i < MANAGERS; i++) CHECK_OK(gemini_manager_open(&c, &mgr[i]));
-  REFUSED(INVALID, "64", gemini_manager_open, &c, &mgr[MANAGERS]);
+  REFUSED(INVALID, "64 managers are open, the limit is 64", gemini_manager_open, &c, &mgr[MANAGERS]);
   CHECK_EQ(mgr[MANAGERS], 0);
   CHECK_OK(gemini_manager_close(mgr[30]));
   REFUSED(HANDLE, hex(mgr[30]), gemini_manager_close, mgr[30]);
@@ -1065,8 +1077,10 @@ static void test_take_and_register_out_of_range_are_refused(void) {
   char name[129];
   memset(name, 'n', 128);
   name[128] = 0;
-  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, "", 64, GEMINI_OFFSET_NEXT, &out.tensor);
-  REFUSED(INVALID, "name|127", gemini_tensor_register, mgr, bed.other, name, 64, GEMINI_OFFSET_NEXT, &out.tensor);
+  REFUSED(INVALID, "name has 0 bytes, must have 1 to 127", gemini_tensor_register, mgr, bed.other, "", 64,
+          GEMINI_OFFSET_NEXT, &out.tensor);
+  REFUSED(INVALID, text("name has %zu bytes, must have 1 to 127", strlen(name)), gemini_tensor_register, mgr, bed.other,
+          name, 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(EXISTS, "p0", gemini_tensor_register, mgr, bed.other, "p0", 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(EXISTS, "o0", gemini_tensor_register, mgr, bed.other, "o0", 64, 0, &out.tensor);
   REFUSED(NOT_FOUND, "new", gemini_tensor_find, mgr, "new", &out.tensor);
@@ -1163,7 +1177,7 @@ static void test_access_ranges_outside_their_object_are_refused(void) {
                  { bed.empty, 1, 0, 0 } };
   for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
     for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
-      const char *says = text("%" PRIu64 " + |%" PRIu64, ranges[i].offset, ranges[i].limit);
+      const char *says = text("offset_bytes %" PRIu64 "|%" PRIu64, ranges[i].offset, ranges[i].limit);
       double norm = -1;
       gemini_access_t a[3] = { world_whole(bed.o[2], BOTH, tier),
                                world_part(ranges[i].object, ranges[i].offset, ranges[i].size, READ, tier),
@@ -1708,6 +1722,390 @@ static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
   bed_close();
 }
 
+/* ---- groups, and arenas that are sharded over one of a single rank */
+static gemini_group_t group_of_one(gemini_manager_t mgr) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 1, &id));
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.ranks = 1;
+  c.id = &id;
+  gemini_group_t group;
+  CHECK_OK(gemini_group_open(mgr, &c, &group));
+  return group;
+}
+
+/* ---- functions of the caller's, of which none must be called */
+static gemini_status_t never_gather(void *user, void *buffer, uint64_t bytes, void *stream, const char *label) {
+  (void)user, (void)buffer, (void)bytes, (void)stream, (void)label;
+  CHECK(false);
+  return GEMINI_OK;
+}
+static gemini_status_t never_two(void *user, void *buffer, uint64_t n, uint32_t m, void *stream, const char *label) {
+  (void)m;
+  return never_gather(user, buffer, n, stream, label);
+}
+static gemini_status_t never_exchange(void *user, const void *mine, uint64_t bytes, void *all_out, const char *label) {
+  (void)mine;
+  return never_gather(user, all_out, bytes, NULL, label);
+}
+static gemini_status_t meets_as_others(void *user, const void *mine, uint64_t bytes, void *all_out, const char *label) {
+  (void)user, (void)mine, (void)label;
+  memset(all_out, 0, 2 * bytes);
+  return GEMINI_OK;
+}
+
+static void test_communicators_that_do_not_fit_are_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_group_t out = handle_of(UNTOUCHED);
+  gemini_group_id_t id = { { 0 } };
+  gemini_comm_t good = GEMINI_COMM_INIT, t[GEMINI_GROUP_COMMS];
+  good.all_gather = never_gather;
+  good.broadcast = good.reduce_scatter = good.all_reduce = never_two;
+  good.exchange = never_exchange;
+  for (int i = 0; i < GEMINI_GROUP_COMMS; i++) t[i] = good;
+  const gemini_comm_t *comms[GEMINI_GROUP_COMMS] = { &t[0], &t[1], &t[2] };
+  void *const nccl[GEMINI_GROUP_COMMS] = { &id, &good, &out };
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.ranks = 2;
+  REFUSED(INVALID, "id is NULL|nccl_comms and comms", gemini_group_open, mgr, &c, &out);
+  c.comms = comms;
+  c.id = &id;
+  REFUSED(INVALID, "id and comms are given", gemini_group_open, mgr, &c, &out);
+  c.nccl_comms = nccl;
+  c.id = NULL;
+  REFUSED(INVALID, "nccl_comms and comms are given", gemini_group_open, mgr, &c, &out);
+  c.comms = NULL;
+  c.id = &id;
+  REFUSED(INVALID, "id and nccl_comms are given", gemini_group_open, mgr, &c, &out);
+  c.id = NULL;
+  REFUSED(UNSUPPORTED, "NCCL|GPU|device sim", gemini_group_open, mgr, &c, &out);
+  c.nccl_comms = NULL;
+  c.comms = comms;
+  c.flags = GEMINI_GROUP_RANK_ORDER;
+  REFUSED(INVALID, "flags is 0x1|order of sums", gemini_group_open, mgr, &c, &out);
+  c.flags = 0;
+  c.deadline_ns = 5;
+  REFUSED(INVALID, "deadline_ns is 5|0", gemini_group_open, mgr, &c, &out);
+  c.deadline_ns = 0;
+  c.rank = 2;
+  REFUSED(INVALID, "rank is 2|2", gemini_group_open, mgr, &c, &out);
+  c.rank = 0;
+  for (int i = 0; i < 2; i++) {
+    c.ranks = i ? 1025 : 0;
+    REFUSED(INVALID, i ? "ranks is 1025|1024" : "ranks is 0|1024", gemini_group_open, mgr, &c, &out);
+  }
+  c.ranks = 2;
+  comms[1] = NULL;
+  REFUSED(INVALID, "comms[1] is NULL", gemini_group_open, mgr, &c, &out);
+  comms[1] = &t[1];
+#define REFUSED_TABLE(expected, texts, i, ...)                  \
+  do {                                                          \
+    __VA_ARGS__;                                                \
+    REFUSED(expected, texts, gemini_group_open, mgr, &c, &out); \
+    t[i] = good;                                                \
+  } while (0)
+  REFUSED_TABLE(INVALID, "comms[2]: struct_size is 71|72 to 4096", 2, t[2].struct_size = 71);
+  REFUSED_TABLE(INVALID, "comms[0]: flags|0x2", 0, t[0].flags = 2);
+  REFUSED_TABLE(INVALID, "comms[0]: all_gather is NULL", 0, t[0].all_gather = NULL);
+  REFUSED_TABLE(INVALID, "comms[0]: broadcast is NULL", 0, t[0].broadcast = NULL);
+  REFUSED_TABLE(INVALID, "comms[1]: reduce_scatter is NULL", 1, t[1].reduce_scatter = NULL);
+  REFUSED_TABLE(INVALID, "comms[1]: all_reduce is NULL", 1, t[1].all_reduce = NULL);
+  REFUSED_TABLE(INVALID, "comms[2]: exchange is NULL", 2, t[2].exchange = NULL);
+  REFUSED_TABLE(UNSUPPORTED, "comms[1]|GEMINI_COMM_QUEUES|device sim", 1, t[1].flags = GEMINI_COMM_QUEUES);
+  REFUSED_TABLE(INVALID, "comms[2]: exchange() gives rank 0 of 0 in the place of rank 0 of 2", 2,
+                t[2].exchange = meets_as_others);
+  CHECK_EQ(handle_id(out), UNTOUCHED);
+  bed_close();
+}
+
+static void test_groups_that_are_not_there_are_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_group_t dead = group_of_one(mgr), theirs = group_of_one(bed.x.mgr);
+  CHECK_OK(gemini_group_close(mgr, dead));
+  CHECK_OK(gemini_group_close(mgr, NULL));
+  void *const none[] = { NULL, handle_of(1), dead, theirs, mgr, bed.params, bed.o[0] };
+  uint8_t byte = 1, bytes[2] = { 77, 77 };
+  gemini_group_stats_t stats = GEMINI_GROUP_STATS_INIT;
+  for (size_t i = 0; i < sizeof none / sizeof *none; i++) {
+    const char *why = none[i] == dead ? "closed group" : "no group";
+    if (none[i]) REFUSED(HANDLE, why, gemini_group_close, mgr, none[i]);
+    REFUSED(HANDLE, why, gemini_group_exchange, mgr, none[i], &byte, 1, bytes);
+    REFUSED(HANDLE, why, gemini_group_stats, mgr, none[i], &stats);
+  }
+  CHECK_EQ(bytes[0], 77);
+  gemini_group_id_t id, other = { { 2 } };
+  REFUSED(INVALID, "id_out is NULL", gemini_group_id_make, 0, 1, NULL);
+  REFUSED(INVALID, "transport is 2|1", gemini_group_id_make, 2, 1, &id);
+  REFUSED(INVALID, "ranks is 0|1024", gemini_group_id_make, 0, 0, &id);
+  REFUSED(INVALID, "ranks is 1025|1024", gemini_group_id_make, 0, 1025, &id);
+  REFUSED(INVALID, "ranks is 0|1024", gemini_group_id_make, GEMINI_TRANSPORT_NCCL, 0, &id);
+  REFUSED(INVALID, "ranks is 1025|1024", gemini_group_id_make, GEMINI_TRANSPORT_NCCL, 1025, &id);
+  CHECK_OK(gemini_group_id_make(0, 2, &id));
+  gemini_group_t out = handle_of(UNTOUCHED);
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT, good;
+  c.ranks = 2;
+  c.id = &id;
+  c.deadline_ns = 1000000;
+  good = c;
+  REFUSED(INVALID, "group_out is NULL", gemini_group_open, mgr, &c, NULL);
+  REFUSED(INVALID, "config is NULL", gemini_group_open, mgr, NULL, &out);
+  c.flags = 3;
+  REFUSED(INVALID, "flags|0x2", gemini_group_open, mgr, &c, &out);
+  c = good;
+  c.id = NULL;
+  REFUSED(INVALID, "id is NULL", gemini_group_open, mgr, &c, &out);
+  c.id = &other;
+  REFUSED(INVALID, "gemini_group_id_make", gemini_group_open, mgr, &c, &out);
+  other.bytes[0] = GEMINI_TRANSPORT_NCCL;
+  REFUSED(INVALID, "gemini_group_id_make", gemini_group_open, mgr, &c, &out);
+  other.bytes[4] = 2; /* ranks */
+  REFUSED(UNSUPPORTED, "NCCL|GPU|device sim|GEMINI_TRANSPORT_SHARED", gemini_group_open, mgr, &c, &out);
+  memset(&other, 0, sizeof other);
+  REFUSED(INVALID, "group over shared memory", gemini_group_open, mgr, &c, &out);
+  c = good;
+  c.rank = 2;
+  REFUSED(INVALID, "rank is 2|2", gemini_group_open, mgr, &c, &out);
+  c.rank = 0;
+  c.ranks = 3;
+  REFUSED(INVALID, "ranks is 3|2", gemini_group_open, mgr, &c, &out);
+  c = good;
+  c.struct_size = 47;
+  REFUSED(INVALID, "struct_size is 47|48 to 4096", gemini_group_open, mgr, &c, &out);
+  c = good;
+  REFUSED(PEER, "these are missing: 1", gemini_group_open, mgr, &c, &out);
+  CHECK_EQ(handle_id(out), UNTOUCHED);
+  gemini_group_t group = group_of_one(mgr);
+  REFUSED(INVALID, "mine is NULL|1", gemini_group_exchange, mgr, group, NULL, 1, bytes);
+  REFUSED(INVALID, "all_out is NULL|1", gemini_group_exchange, mgr, group, &byte, 1, NULL);
+  REFUSED(INVALID, "stats_out", gemini_group_stats, mgr, group, NULL);
+  stats.struct_size = 55;
+  REFUSED(INVALID, "struct_size is 55|56 to 4096", gemini_group_stats, mgr, group, &stats);
+  gemini_group_t many[16] = { group };
+  for (int i = 1; i < 16; i++) many[i] = group_of_one(mgr);
+  CHECK_OK(gemini_group_id_make(0, 1, &id));
+  c.ranks = 1;
+  REFUSED(INVALID, "16 groups|16", gemini_group_open, mgr, &c, &out);
+  for (int i = 0; i < 16; i++) CHECK_OK(gemini_group_close(mgr, many[i]));
+  bed_close();
+}
+
+/* Gradients of sharded parameters that have bytes of their own. */
+static void test_what_sums_of_gradients_cannot_do_is_refused(void) {
+  for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+    bed_open();
+    const gemini_manager_t mgr = bed.w.mgr;
+    gemini_arena_config_t made = GEMINI_ARENA_CONFIG_INIT;
+    made.group = group_of_one(mgr);
+    made.zero_stage = stage;
+    made.element_bytes = 2;
+    made.capacity_bytes = 64 * W;
+    made.name = "sharded";
+    gemini_arena_t params, sums;
+    CHECK_OK(gemini_arena_create(mgr, &made, &params));
+    made.group = NULL;
+    made.zero_stage = 0;
+    made.like = params;
+    made.kind = GEMINI_KIND_GRAD;
+    made.dtype = GEMINI_DTYPE_BF16;
+    made.name = "sums";
+    CHECK_OK(gemini_arena_create(mgr, &made, &sums));
+    gemini_tensor_t p[2], g[2];
+    for (int i = 0; i < 2; i++) { /* one chunk and a half each: they share a chunk */
+      p[i] = world_tensor(&bed.w, params, i ? "upper" : "lower", 3 * W / 2);
+      CHECK_OK(gemini_tensor_counterpart(mgr, p[i], sums, &g[i]));
+    }
+    gemini_access_t a = world_whole(g[1], READ, DEVICE), slice = world_part(g[1], W, 64, WRITE, HOST);
+    REFUSED(STATE, "upper|slices|on the host", gemini_acquire, mgr, &a, 1, bed.w.stream);
+    CHECK_OK(gemini_acquire(mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    a = world_whole(g[1], WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream));
+    REFUSED(BUSY, "acquired", gemini_zero, mgr, &a);
+    CHECK_OK(gemini_release(mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    REFUSED(BUSY, "acquired", gemini_zero, mgr, &a);
+    CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));
+    slice.mode = READ;
+    REFUSED(STATE, "not been added", gemini_acquire, mgr, &slice, 1, GEMINI_STREAM_CALLER);
+    REFUSED(STATE, "not been added", gemini_store, mgr, &a, 2, 0);
+    REFUSED(UNSUPPORTED, "gradients of arena sums", gemini_load, mgr, &a, 0, 0);
+    CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream)); /* written anew, before it is ready */
+    CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));
+    CHECK_OK(gemini_tensor_state_set(mgr, g[1], GEMINI_STATE_READY_FOR_REDUCE));
+    const char *why = stage == GEMINI_ZERO_STATES ? "upper|READY_FOR_REDUCE|set it HOLD" : "upper|others";
+    REFUSED(STATE, why, gemini_acquire, mgr, &a, 1, bed.w.stream);
+    gemini_access_t part = world_part(g[1], 0, 2, WRITE, DEVICE); /* its first chunk waits for the other tensor */
+    REFUSED(STATE, "upper|READY_FOR_REDUCE|set it HOLD", gemini_acquire, mgr, &part, 1, bed.w.stream);
+    part.mode = GEMINI_READ_WRITE;
+    CHECK_OK(gemini_acquire(mgr, &part, 1, bed.w.stream));
+    CHECK_OK(gemini_release(mgr, &part, 1, bed.w.stream));
+    gemini_tensor_t more = handle_of(UNTOUCHED);
+    if (stage != GEMINI_ZERO_STATES)
+      REFUSED(STATE, "being added", gemini_tensor_register, mgr, params, "more", W, GEMINI_OFFSET_NEXT, &more);
+    double norm;
+    CHECK_OK(gemini_norm(mgr, &a, GEMINI_DTYPE_BF16, bed.w.stream, &norm)); /* adds what is left */
+    CHECK_EQ(world_tensor_info(&bed.w, g[1]).state, GEMINI_STATE_HOLD);
+    a.mode = READ;
+    REFUSED(STATE, "upper|slices", gemini_acquire, mgr, &a, 1, bed.w.stream);
+    a.mode = WRITE;
+    CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream));
+    CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_OK(gemini_zero(mgr, &a)); /* also inside an iteration */
+    CHECK_OK(gemini_iteration_end(mgr));
+    /* Inside an operator, too, an acquire of what is ready is not taken for one that needs no checks. */
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_OK(gemini_op_begin(mgr, "an operator", bed.w.stream));
+    part = world_part(g[0], 0, 0, WRITE, DEVICE);
+    for (int i = 0; i < 2; i++) {
+      CHECK_OK(gemini_acquire(mgr, &part, 1, bed.w.stream));
+      CHECK_OK(gemini_release(mgr, &part, 1, bed.w.stream));
+      CHECK_OK(gemini_stream_synchronize(mgr, bed.w.stream));
+    }
+    CHECK_OK(gemini_tensor_state_set(mgr, g[0], GEMINI_STATE_READY_FOR_REDUCE));
+    REFUSED(STATE, "lower|READY_FOR_REDUCE|set it HOLD", gemini_acquire, mgr, &part, 1, bed.w.stream);
+    CHECK_OK(gemini_op_end(mgr));
+    CHECK_OK(gemini_iteration_end(mgr));
+    CHECK_OK(gemini_norm(mgr, &a, GEMINI_DTYPE_BF16, bed.w.stream, &norm));
+    /* What is ready and cannot be added stays, and nothing may be added to it meanwhile. */
+    slice = world_part(sums, 2 * W, 64, READ, HOST);
+    CHECK_OK(gemini_acquire(mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    for (int i = 0; i < 2; i++) CHECK_OK(gemini_tensor_state_set(mgr, g[i], GEMINI_STATE_READY_FOR_REDUCE));
+    part.mode = GEMINI_READ_WRITE;
+    if (stage != GEMINI_ZERO_STATES)
+      REFUSED(STATE, "sums|could not be added", gemini_acquire, mgr, &part, 1, bed.w.stream);
+    REFUSED(BUSY, "a slice of arena sums is acquired", gemini_norm, mgr, &a, GEMINI_DTYPE_BF16, bed.w.stream, &norm);
+    CHECK_OK(gemini_release(mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_tensor_state_set(mgr, g[0], GEMINI_STATE_HOLD));
+    CHECK_OK(gemini_tensor_state_set(mgr, g[0], GEMINI_STATE_READY_FOR_REDUCE));
+    CHECK_OK(gemini_acquire(mgr, &part, 1, bed.w.stream));
+    CHECK_OK(gemini_release(mgr, &part, 1, bed.w.stream));
+    REFUSED(BUSY, "sharded", gemini_arena_destroy, mgr, params);
+    CHECK_OK(gemini_arena_destroy(mgr, sums));
+    CHECK_OK(gemini_arena_destroy(mgr, params));
+    bed_close();
+  }
+}
+
+static void test_what_sharded_arenas_cannot_do_is_refused(void) {
+  bed_open();
+  const gemini_manager_t mgr = bed.w.mgr;
+  gemini_group_t group = group_of_one(mgr), theirs = group_of_one(bed.x.mgr);
+  REFUSED_ARENA(HANDLE, "no group", c.group = theirs);
+  REFUSED_ARENA(INVALID, "zero_stage is 4|3", c.group = group, c.zero_stage = 4);
+  REFUSED_ARENA(INVALID, "zero_stage is 1", c.zero_stage = 1);
+  REFUSED_ARENA(INVALID, "dtype is 1", c.dtype = 1);
+  REFUSED_ARENA(INVALID, "kind is 2", c.group = group, c.kind = GEMINI_KIND_MASTER);
+  REFUSED_ARENA(INVALID, "dtype is 1", c.group = group, c.dtype = 1);
+  REFUSED_ARENA(INVALID, "leave them 0|params", c.group = group, c.like = bed.params);
+  gemini_arena_config_t made = GEMINI_ARENA_CONFIG_INIT;
+  made.group = group;
+  made.element_bytes = 2;
+  made.capacity_bytes = 64 * W;
+  made.name = "sharded";
+  gemini_arena_t params, grads, states;
+  uint64_t taken = 77;
+  CHECK_OK(gemini_arena_create(mgr, &made, &params));
+  CHECK_OK(gemini_arena_take(mgr, params, 512, &taken));
+  CHECK_EQ(taken, 0);
+  REFUSED_ARENA(UNSUPPORTED, "sharded is sharded|no tensor", c.reuse = params, c.kind = GEMINI_KIND_GRAD,
+                c.element_bytes = 2, c.dtype = GEMINI_DTYPE_BF16);
+  CHECK_OK(gemini_arena_destroy(mgr, params));
+  CHECK_OK(gemini_arena_create(mgr, &made, &params));
+  REFUSED(BUSY, "1 arenas", gemini_group_close, mgr, group);
+  REFUSED_ARENA(EXISTS, "sharded slices", c.name = "sharded slices");
+  REFUSED_ARENA(UNSUPPORTED, "element_bytes is 4|sharded|its 2", c.like = params, c.kind = GEMINI_KIND_GRAD,
+                c.element_bytes = 4);
+  REFUSED_ARENA(INVALID, "dtype is 0|2", c.like = params, c.kind = GEMINI_KIND_GRAD, c.element_bytes = 2);
+  REFUSED_ARENA(INVALID, "dtype is 0|2", c.reuse = params, c.kind = GEMINI_KIND_GRAD, c.element_bytes = 2);
+  REFUSED_ARENA(INVALID, "group and zero_stage|sharded", c.like = params, c.zero_stage = 1);
+  made.group = NULL;
+  made.reuse = params;
+  made.kind = GEMINI_KIND_GRAD;
+  made.dtype = GEMINI_DTYPE_BF16;
+  made.name = "sharded gradients";
+  CHECK_OK(gemini_arena_create(mgr, &made, &grads));
+  made.reuse = NULL;
+  made.like = params;
+  made.kind = GEMINI_KIND_MASTER;
+  made.dtype = 0;
+  made.element_bytes = 4;
+  made.name = "sharded states";
+  CHECK_OK(gemini_arena_create(mgr, &made, &states));
+  taken = 77;
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_arena_take, mgr, params, 512, &taken);
+  CHECK_EQ(taken, 77);
+  gemini_tensor_t p = world_tensor(&bed.w, params, "shared weight", 2 * W), g, s;
+  CHECK_OK(gemini_tensor_counterpart(mgr, p, grads, &g));
+  CHECK_OK(gemini_tensor_counterpart(mgr, p, states, &s));
+  gemini_access_t a = world_whole(p, READ, DEVICE);
+  uint64_t bytes = 77, offset = 77, size = 77;
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_move, mgr, &a, 1);
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_hint, mgr, &a, 1);
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_pin, mgr, &a);
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_unpin, mgr, &a);
+  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_tier_bytes, mgr, &a, &bytes);
+  REFUSED(INVALID, "offset_out is NULL", gemini_slice_next, mgr, &a, 0, NULL, &size);
+  REFUSED(INVALID, "size_out is NULL", gemini_slice_next, mgr, &a, 0, &offset, NULL);
+  CHECK(bytes == 77 && offset == 77 && size == 77);
+  gemini_access_t part = world_part(p, 100, 1000, READ, HOST);
+  CHECK_OK(gemini_slice_next(mgr, &part, 0, &offset, &size));
+  CHECK(offset == 100 && size == 1000); /* all is this rank's */
+  CHECK_OK(gemini_slice_next(mgr, &part, 600, &offset, &size));
+  CHECK(offset == 600 && size == 500);
+  const uint64_t behind[] = { 1100, 1101, 3 * W, UINT64_MAX };
+  for (int i = 0; i < 4; i++) {
+    CHECK_OK(gemini_slice_next(mgr, &part, behind[i], &offset, &size));
+    CHECK(offset == 1100 && size == 0);
+  }
+  CHECK_EQ(world_tensor_info(&bed.w, s).address, 0);
+  a = world_whole(s, READ, DEVICE);
+  REFUSED(UNSUPPORTED, "sharded states|slices only", gemini_acquire, mgr, &a, 1, bed.w.stream);
+  a = world_part(p, W - 100, 200, READ, HOST); /* across the end of a chunk */
+  REFUSED(INVALID, "shared weight|gemini_slice_next", gemini_acquire, mgr, &a, 1, GEMINI_STREAM_CALLER);
+  a = world_whole(g, WRITE, DEVICE);
+  REFUSED(UNSUPPORTED, "sharded gradients", gemini_zero, mgr, &a);
+  CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream));
+  CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));
+  a = world_part(g, 0, W, READ, HOST);
+  REFUSED(STATE, "not been added", gemini_acquire, mgr, &a, 1, GEMINI_STREAM_CALLER);
+  a = world_whole(p, WRITE, DEVICE);
+  REFUSED(STATE, "shared weight|gradient", gemini_acquire, mgr, &a, 1, bed.w.stream);
+  REFUSED(STATE, "shared weight", gemini_zero, mgr, &a);
+  REFUSED(BUSY, "sharded gradients", gemini_arena_destroy, mgr, grads);
+  CHECK_OK(gemini_tensor_state_set(mgr, g, GEMINI_STATE_READY_FOR_REDUCE));
+  a = world_whole(g, WRITE, DEVICE);
+  REFUSED(STATE, "has been added", gemini_acquire, mgr, &a, 1, bed.w.stream);
+  const gemini_arena_t arenas[] = { params, grads };
+  const uint32_t modes[] = { WRITE, READ };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.fn = no_span;
+  u.element_count = 256;
+  REFUSED(UNSUPPORTED, "0 + 256|all of their", gemini_update, mgr, &u);
+  u.element_count = 0;
+  CHECK_OK(gemini_update(mgr, &u));
+  /* A gradient that is ready has its parameter's bytes, also if it was not written. */
+  CHECK_OK(gemini_tensor_state_set(mgr, g, GEMINI_STATE_READY_FOR_REDUCE));
+  a = world_whole(p, READ, DEVICE);
+  REFUSED(STATE, "shared weight|gradient", gemini_acquire, mgr, &a, 1, bed.w.stream);
+  CHECK_OK(gemini_update(mgr, &u));
+  CHECK_OK(gemini_iteration_begin(mgr));
+  CHECK_OK(gemini_op_begin(mgr, "an operator", bed.w.stream));
+  a = world_whole(p, WRITE, DEVICE);
+  REFUSED(STATE, "while an operator is open", gemini_zero, mgr, &a);
+  CHECK_OK(gemini_op_end(mgr));
+  CHECK_OK(gemini_zero(mgr, &a));
+  CHECK_OK(gemini_iteration_end(mgr));
+  CHECK_OK(gemini_arena_destroy(mgr, states));
+  CHECK_OK(gemini_arena_destroy(mgr, grads));
+  CHECK_OK(gemini_arena_destroy(mgr, params));
+  CHECK_OK(gemini_group_close(mgr, group));
+  bed_close();
+}
+
 /* ---- topologies: of this machine, if it is described */
 static void test_topology_of_nothing_is_refused(void) {
   bed_open();
@@ -1825,9 +2223,9 @@ static void test_norm_of_wrong_types_is_refused(void) {
   const uint32_t widths[] = { 4, 2, 2, 8 };
   for (uint32_t type = 0; type < 4; type++) {
     a = world_part(bed.o[1], 0, widths[type] * 3 - 1, READ, HOST);
-    REFUSED(INVALID, text("multiple|%u", widths[type]), gemini_norm, mgr, &a, type, bed.w.stream, &norm);
+    REFUSED(INVALID, text("elements of %u bytes", widths[type]), gemini_norm, mgr, &a, type, bed.w.stream, &norm);
     a = world_part(bed.o[1], widths[type] / 2, widths[type], READ, HOST);
-    REFUSED(INVALID, text("multiple|%u", widths[type]), gemini_norm, mgr, &a, type, bed.w.stream, &norm);
+    REFUSED(INVALID, text("elements of %u bytes", widths[type]), gemini_norm, mgr, &a, type, bed.w.stream, &norm);
   }
   CHECK(norm == -1);
   bed_close();
@@ -1957,18 +2355,20 @@ static void test_insight_out_of_order_is_refused(void) {
 
   char path[96];
   snprintf(path, sizeof path, "%s/file", bed.w.dir);
-  const char *const contents[] = { "",
-                                   "gemini-trace 2\nend\n",
-                                   "gemini-trace 1\n",
-                                   "gemini-trace 1\nend\n",
-                                   "gemini-trace 1\nwords\nend\n",
-                                   "gemini-trace 1\nbudget 65536 1\nop 9 1 0 0 x\nend\n",
-                                   "gemini-trace 1\nuse 0 0 64 1\nend\n",
-                                   "gemini-trace 1" };
+  static const struct {
+    const char *text, *says;
+  } contents[] = { { "", "the file is empty" },
+                   { "gemini-trace 2\nend\n", "line 1: not a trace of version 1" },
+                   { "gemini-trace 1\n", "line 1: the trace ends without a line \"end\"" },
+                   { "gemini-trace 1\nend\n", "line 2: the trace has no op" },
+                   { "gemini-trace 1\nwords\nend\n", "line 2: not a line of a trace" },
+                   { "gemini-trace 1\nbudget 65536 1\nop 9 1 0 0 x\nend\n", "line" },
+                   { "gemini-trace 1\nuse 0 0 64 1\nend\n", "line 2: " },
+                   { "gemini-trace 1", "line 1: a line without an end, or too long" } };
   for (size_t i = 0; i < sizeof contents / sizeof *contents; i++) {
     FILE *file = fopen(path, "w");
-    CHECK(file && fputs(contents[i], file) >= 0 && !fclose(file));
-    REFUSED(FORMAT, text("%s|line", path), gemini_trace_load, mgr, path);
+    CHECK(file && fputs(contents[i].text, file) >= 0 && !fclose(file));
+    REFUSED(FORMAT, text("%s|%s", path, contents[i].says), gemini_trace_load, mgr, path);
   }
   CHECK(!unlink(path));
 
@@ -2149,6 +2549,10 @@ static void test_graphs_that_are_not_there_are_refused(void) {
   X(test_hooks_out_of_range_are_refused)                                              \
   X(test_host_blocks_out_of_range_are_refused)                                        \
   X(test_checkpoints_of_a_manager_that_keeps_nothing_are_refused)                     \
+  X(test_communicators_that_do_not_fit_are_refused)                                   \
+  X(test_groups_that_are_not_there_are_refused)                                       \
+  X(test_what_sharded_arenas_cannot_do_is_refused)                                    \
+  X(test_what_sums_of_gradients_cannot_do_is_refused)                                 \
   X(test_topology_of_nothing_is_refused)                                              \
   X(test_load_and_store_with_wrong_files_are_refused)                                 \
   X(test_norm_of_wrong_types_is_refused)                                              \

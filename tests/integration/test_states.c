@@ -39,7 +39,7 @@ enum { BYTES = 2 * 65536 + 4096, SEED = 7, SEED_NEXT = 8 };
 typedef struct {
   world_t w;
   int kind;
-  gemini_arena_t arena;
+  gemini_arena_t arena, base;
   gemini_tensor_t t, next; /* next: shares t's last chunk; untouched by whatever happens to t */
   gemini_access_t held;    /* from COMPUTE */
 } subject_t;
@@ -60,7 +60,7 @@ static uint32_t state_of(const subject_t *s) { return world_tensor_info(&s->w, s
 static subject_t bring(int kind, uint32_t state, uint32_t place) {
   subject_t s = { .kind = kind, .w = world_open(world_config(8, 16, 16)) };
   gemini_arena_t base = world_arena(&s.w, kind == PLAIN ? GEMINI_KIND_OTHER : GEMINI_KIND_PARAM, 2, "base", 0, 0);
-  s.arena = base;
+  s.arena = s.base = base;
   if (kind == COUNTERPART) s.arena = world_arena(&s.w, GEMINI_KIND_MASTER, 2, "like", base, 0);
   if (kind == REUSING) s.arena = world_arena(&s.w, GEMINI_KIND_GRAD, 2, "grad", 0, base);
   s.t = world_tensor(&s.w, base, "t", BYTES);
@@ -86,12 +86,17 @@ static subject_t bring(int kind, uint32_t state, uint32_t place) {
   return s;
 }
 
-/* Through the arena, which changes no tensor's state. */
+/* Through the arena, which changes no tensor's state; of a gradient that is not there, through its parameters'. */
 static bool has_bytes(const subject_t *s, uint64_t seed) {
   uint64_t offset = world_tensor_info(&s->w, s->t).offset_bytes, i = 0;
   gemini_access_t a = world_part(s->arena, offset, BYTES, READ, s->held.object.tensor ? s->held.tier : HOST);
   if (s->held.object.tensor && s->held.tier == HOST) a.ptr = s->held.ptr; /* who has it for writing sees it */
-  else CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  else {
+    gemini_status_t status = gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER);
+    CHECK(!status || (s->kind == REUSING && status == GEMINI_ERR_STATE));
+    if (status) a.object.arena = s->base;
+    if (status) CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
   while (i < BYTES && ((uint8_t *)a.ptr)[i] == world_byte(seed, i)) i++;
   if (!s->held.object.tensor || s->held.tier == DEVICE) CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   return i == BYTES;
@@ -664,6 +669,87 @@ static void test_taken_bytes_are_neither_stored_nor_counted_nor_written_in_part(
   world_close(&k.w);
 }
 
+/* A range of an arena stands for the tensors in it. p0 is taken by its gradient, p1 is not. */
+static gemini_status_t range_acquire(pair_t *k, gemini_access_t range) {
+  gemini_status_t status = gemini_acquire(k->w.mgr, &range, 1, GEMINI_STREAM_CALLER);
+  if (!status) CHECK_OK(gemini_release(k->w.mgr, &range, 1, GEMINI_STREAM_CALLER));
+  return status;
+}
+static void check_ranges(pair_t *k, uint32_t tier, int fd) {
+  const uint64_t n = PAIR_BYTES;
+  const gemini_access_t wrong[] = {
+    world_whole(k->params, READ, tier),       world_whole(k->params, BOTH, tier),
+    world_part(k->params, 0, n, READ, tier),  world_part(k->params, n - 64, 128, READ, tier),
+    world_part(k->params, 2, n, WRITE, tier), world_part(k->params, n - 64, 128, WRITE, tier),
+    world_whole(k->grads, READ, tier),        world_whole(k->grads, BOTH, tier),
+    world_part(k->grads, n, n, READ, tier),   world_part(k->grads, n - 64, 128, WRITE, tier),
+  };
+  for (int i = 0; i < 10; i++) {
+    CHECK_STATUS(range_acquire(k, wrong[i]), GEMINI_ERR_STATE);
+    CHECK_SAYS(world_error().message, i < 6 ? "parameter p0 cannot be used" : "gradient of p1 cannot be used");
+  }
+  CHECK_OK(range_acquire(k, world_part(k->params, n, n, BOTH, tier)));
+  CHECK_OK(range_acquire(k, world_part(k->grads, 0, n, BOTH, tier)));
+  CHECK_OK(range_acquire(k, world_part(k->grads, 2, 64, WRITE, tier)));
+  const gemini_access_t part[] = { wrong[3], wrong[4], wrong[9], world_part(k->params, 64, 2, 0, tier) };
+  for (int i = 0; i < 4; i++) {
+    CHECK_STATUS(gemini_load(k->w.mgr, &part[i], fd, 0), GEMINI_ERR_STATE);
+    if (i != 2) CHECK_STATUS(gemini_zero(k->w.mgr, &part[i]), GEMINI_ERR_STATE);
+  }
+  double norm = -1;
+  for (int i = 0; i < 5; i++)
+    CHECK_STATUS(gemini_norm(k->w.mgr, &wrong[i], GEMINI_DTYPE_BF16, GEMINI_STREAM_CALLER, &norm), GEMINI_ERR_STATE);
+  CHECK(norm == -1);
+  CHECK_OK(gemini_norm(k->w.mgr, &wrong[6], GEMINI_DTYPE_BF16, GEMINI_STREAM_CALLER, &norm)); /* of p1's: zeros */
+  CHECK_OK(gemini_store(k->w.mgr, &wrong[0], fd, 0));                                         /* as it is */
+  for (int i = 0; i < 2; i++) { /* both arenas, in either order; an arena and a tensor */
+    gemini_access_t both[] = { world_whole(i ? k->params : k->grads, WRITE, tier),
+                               world_whole(i ? k->grads : k->params, WRITE, tier) };
+    CHECK_STATUS(gemini_acquire(k->w.mgr, both, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
+    CHECK_SAYS(world_error().message, "share their bytes");
+    both[1] = world_whole(i ? k->g[1] : k->p[1], WRITE, tier);
+    CHECK_STATUS(gemini_acquire(k->w.mgr, both, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
+    CHECK_SAYS(world_error().message, "writes parameter p1");
+  }
+  CHECK(world_holds_on(&k->w, k->g[0], 0, n, tier, 20));
+  CHECK(world_holds_on(&k->w, k->p[1], 0, n, tier, 11));
+}
+static void test_ranges_of_arenas_are_refused_where_bytes_are_taken(void) {
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    pair_t k = pair_open();
+    FILE *file = content_file(2 * PAIR_BYTES);
+    world_fill(&k.w, k.g[0], 0, PAIR_BYTES, tier, 20);
+    check_ranges(&k, tier, fileno(file));
+    CHECK(!fclose(file));
+    world_close(&k.w);
+  }
+}
+
+/* Ranges that are overwritten whole belong to the arena that they were written through, tensor by tensor. */
+static void test_ranges_of_arenas_that_are_overwritten_change_hands(void) {
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    pair_t k = pair_open();
+    FILE *file = content_file(2 * PAIR_BYTES);
+    gemini_access_t params = world_whole(k.params, READ, tier), grads = world_whole(k.grads, WRITE, tier);
+    world_fill(&k.w, k.g[0], 0, PAIR_BYTES, tier, 20);
+    CHECK_OK(gemini_load(k.w.mgr, &params, fileno(file), 0)); /* discards the gradient */
+    for (int i = 0; i < 2; i++) check_taken(&k, k.g[i]);
+    CHECK(world_holds(&k.w, k.p[0], 0, PAIR_BYTES, SEED));
+    CHECK_OK(range_acquire(&k, grads));
+    for (int i = 0; i < 2; i++) check_taken(&k, k.p[i]);
+    CHECK_OK(range_acquire(&k, world_part(k.params, 0, PAIR_BYTES, WRITE, tier)));
+    check_taken(&k, k.g[0]);
+    check_taken(&k, k.p[1]);
+    CHECK_OK(gemini_zero(k.w.mgr, &params));
+    for (int i = 0; i < 2; i++) check_taken(&k, k.g[i]);
+    CHECK(world_holds(&k.w, k.p[1], 0, PAIR_BYTES, 0));
+    CHECK_OK(gemini_load(k.w.mgr, &grads, fileno(file), 0));
+    for (int i = 0; i < 2; i++) check_taken(&k, k.p[i]);
+    CHECK(!fclose(file));
+    world_close(&k.w);
+  }
+}
+
 int main(void) {
   RUN(test_transitions_of_a_tensor_on_the_device_follow_the_table);
   RUN(test_transitions_of_a_tensor_on_the_host_follow_the_table);
@@ -679,6 +765,8 @@ int main(void) {
   RUN(test_reusing_gradient_comes_and_goes_by_load_and_zero);
   RUN(test_load_makes_free_what_it_reaches_hold);
   RUN(test_taken_bytes_are_neither_stored_nor_counted_nor_written_in_part);
+  RUN(test_ranges_of_arenas_are_refused_where_bytes_are_taken);
+  RUN(test_ranges_of_arenas_that_are_overwritten_change_hands);
   RUN(test_table_in_the_documentation_is_this_one);
   return check_done();
 }

@@ -611,9 +611,11 @@ static void *body_errors(void *user) {
   CHECK(!*info.message && !*info.operation && !info.native_code);
   pthread_barrier_wait(&barrier);
   gemini_access_t a = world_whole(m->w->shared[0], GEMINI_READ, DEVICE);
-  int closed = dup(0);
-  close(closed);
-  if (m->number == 0) CHECK_EQ(gemini_store(m->w->mgr, &a, closed, 0), GEMINI_ERR_IO);
+  if (m->number == 0) { /* only here: a dup() of another thread would open the number again */
+    int closed = dup(0);
+    close(closed);
+    CHECK_EQ(gemini_store(m->w->mgr, &a, closed, 0), GEMINI_ERR_IO);
+  }
   pthread_barrier_wait(&barrier);
   if (m->number == 1) CHECK_EQ(gemini_release(m->w->mgr, &a, 1, m->stream), GEMINI_ERR_STATE);
   pthread_barrier_wait(&barrier);

@@ -565,6 +565,11 @@ static void test_trace_load_bad_file_is_refused(void) {
     FILE *f = fopen(bad, "wb");
     CHECK(f && fwrite(text, 1, cut, f) == cut && !fclose(f));
     CHECK_EQ(gemini_trace_load(n.mgr, bad), GEMINI_ERR_FORMAT);
+    gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
+    OK(gemini_last_error(&error));
+    if (!cut) CHECK_SAYS(error.message, ": the file is empty");
+    else if (text[cut - 1] == '\n') CHECK_SAYS(error.message, ": the trace ends without a line \"end\"");
+    else CHECK_SAYS(error.message, ": a line without an end, or too long");
   }
   for (char *line = text; line < text + size;) {
     char *end = strchr(line, '\n');

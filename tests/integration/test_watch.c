@@ -174,7 +174,7 @@ static void test_nothing_waits_and_the_dump_says_what_is_where(void) {
   CHECK_OK(gemini_iteration_begin(s.w.mgr));
   CHECK_OK(gemini_op_begin(s.w.mgr, "h.3.mlp", s.w.stream));
   CHECK_OK(gemini_acquire(s.w.mgr, a, 3, s.w.stream));
-  expect_line(&s.w, "acquired: tensor second of arena main, 3 times, 2 of them all of it on the device, read");
+  expect_line(&s.w, "acquired: tensor second of arena main, 3 times, 2 of them as a whole on the device, read");
   expect_line(&s.w, "operator: h.3.mlp; an iteration is open");
   CHECK_OK(gemini_release(s.w.mgr, a, 3, s.w.stream));
   CHECK_OK(gemini_op_end(s.w.mgr));
@@ -242,7 +242,7 @@ static void test_each_kind_of_wait_says_what_for(void) {
   expect_line(&s.w, "waits: thread|in gemini_update_wait() for the workers to finish 1 submitted parts of updates");
   CHECK_EQ(world_stats(&s.w).pending_updates, 1);
   pthread_t other = start(acquire_first, &s);
-  expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for an update of");
+  expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for an update, a norm");
   CHECK(!sem_post(&s.gate.opened));
   join(thread);
   join(other);
@@ -313,7 +313,8 @@ static void *save_trace(void *user) {
 }
 static void *load_trace(void *user) {
   scene_t *s = user;
-  CHECK_STATUS(gemini_trace_load(s->w.mgr, fifo), GEMINI_ERR_FORMAT); /* it is empty */
+  CHECK_STATUS(gemini_trace_load(s->w.mgr, fifo), GEMINI_ERR_FORMAT);
+  CHECK_SAYS(world_error().message, "the file is empty");
   return NULL;
 }
 static void *start_timeline(void *user) {
@@ -480,7 +481,7 @@ static void test_a_watchdog_needs_a_log(void) {
   gemini_manager_t mgr;
   c.watchdog_ns = 5;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
-  CHECK_SAYS(world_error().message, "watchdog_ns is 5, but log_fn");
+  CHECK_SAYS(world_error().message, "log_fn is NULL");
   c.log_fn = remember;
   c.log_level = GEMINI_LOG_ERROR;
   CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);

@@ -23,6 +23,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "comm/rank_sum.h"
+#include "comm/sum.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
 
@@ -33,7 +35,18 @@
 /* Callers find these functions by name, as they find the driver's; no header declares them. */
 #pragma GCC diagnostic ignored "-Wmissing-prototypes"
 
-enum { TASK_RECORD, TASK_WAIT, TASK_WAIT_VALUE, TASK_COPY, TASK_SET, TASK_CALL, TASK_SUM, TASK_GRAPH };
+enum {
+  TASK_RECORD,
+  TASK_WAIT,
+  TASK_WAIT_VALUE,
+  TASK_COPY,
+  TASK_SET,
+  TASK_CALL,
+  TASK_SUM,
+  TASK_RANK_SUM,
+  TASK_KERNEL,
+  TASK_GRAPH
+};
 enum {
   LIVE_CONTEXT,
   LIVE_RANGE,
@@ -92,7 +105,9 @@ typedef struct task {
   void *dst;
   const void *src;
   cu_host_fn_t fn;
-  bool counts; /* towards the queue's limit: copies, kernels, timed events, waits for values */
+  bool (*step)(void *user);
+  gmi_rank_sum_t ranks; /* of a TASK_RANK_SUM */
+  bool counts;          /* towards the queue's limit: copies, kernels, timed events, waits for values */
 } task_t;
 typedef struct node {
   task_t task;
@@ -125,7 +140,7 @@ typedef struct span { /* a range, a piece of device memory, a mapping or page-lo
   bool released, accessible, ours;
 } span_t;
 
-fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, false };
+fake_cuda_options_t fake_cuda = { DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, 0, false };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards everything below */
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
@@ -246,6 +261,15 @@ static void *call_main(void *user) {
   return NULL;
 }
 
+static void rank_sum(const gmi_rank_sum_t *args) {
+  const void *from[64];
+  for (uint32_t r = 0; r < args->ranks; r++) {
+    from[r] = (const void *)(uintptr_t)(args->others + (r - (r > args->rank)) * args->slot_bytes);
+    if (r == args->rank) from[r] = (const void *)(uintptr_t)args->own;
+  }
+  gmi_reduce(args->dtype, (gmi_reduce_t)args->reduce, args->ranks, from, (void *)(uintptr_t)args->own, args->count);
+}
+
 static void run_graph(const struct cu_graph *graph);
 static void run(task_t *task) { /* with the lock, which it gives up while it works */
   switch (task->kind) {
@@ -258,6 +282,14 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
     break;
   case TASK_CALL: host_call(task); break;
   case TASK_GRAPH: run_graph(task->dst); break;
+  case TASK_KERNEL:
+    for (bool over = false; !over && !lost;) {
+      pthread_mutex_unlock(&lock);
+      over = task->step(task->dst);
+      if (!over) nanosleep(&(struct timespec){ 0, 5000 }, NULL);
+      pthread_mutex_lock(&lock);
+    }
+    break;
   case TASK_WAIT_VALUE:
     while (!lost && (int64_t)(atomic_load_explicit((const _Atomic uint64_t *)task->src, memory_order_acquire) -
                               task->number) < 0) {
@@ -270,6 +302,10 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
     pthread_mutex_unlock(&lock);
     if (task->kind == TASK_COPY) memmove(task->dst, task->src, task->number);
     if (task->kind == TASK_SET) memset(task->dst, 0, task->number);
+    if (task->kind == TASK_RANK_SUM) {
+      nanosleep(&(struct timespec){ 0, (long)fake_cuda.sum_delay_ns }, NULL);
+      rank_sum(&task->ranks);
+    }
     if (task->kind == TASK_SUM) {
       gmi_cuda_sum_t *sums = task->dst;
       for (uint64_t i = 0; i < task->number; i++)
@@ -355,7 +391,7 @@ static cu_result_t capture(struct cu_stream *stream, const task_t *what) {
       graph->invalid |= !ends_add(&stream->ends, what->event->ends.node[i]);
     return graph->invalid ? 905 : CU_SUCCESS; /* CUDA_ERROR_STREAM_CAPTURE_ISOLATION */
   }
-  if (what->kind == TASK_WAIT_VALUE || what->kind == TASK_SUM)
+  if (what->kind == TASK_WAIT_VALUE || what->kind == TASK_SUM || what->kind == TASK_RANK_SUM)
     violations++; /* nothing that is ours gets into a graph */
   if (graph->count == graph->capacity) {
     uint32_t capacity = graph->capacity ? graph->capacity * 2 : 64;
@@ -1029,32 +1065,57 @@ API cu_result_t cuLaunchHostFunc(cu_stream_t stream, cu_host_fn_t fn, void *user
   if (foreign(stream)) return misuse();
   return end(push(stream, (task_t){ .kind = TASK_CALL, .fn = fn, .dst = user }));
 }
-static struct cu_module the_module;
-static struct cu_function the_function;
+static const char *const kernels[] = { "gmi_sum_squares", "gmi_rank_sum" }; /* each alone in its module */
+enum { KERNELS = sizeof kernels / sizeof *kernels, SUM_SQUARES = 0 };
+static struct cu_module modules[KERNELS];
+static struct cu_function functions[KERNELS];
 API cu_result_t cuModuleLoadData(cu_module_t *module_out, const void *image) {
   BEGIN("cuModuleLoadData", true);
-  if (!strstr(image, ".entry gmi_sum_squares(")) return end(200); /* CUDA_ERROR_INVALID_IMAGE */
-  live[LIVE_MODULE]++;
-  *module_out = &the_module;
-  return end(CU_SUCCESS);
+  for (int i = 0; i < KERNELS; i++) {
+    char entry[64];
+    snprintf(entry, sizeof entry, ".entry %s(", kernels[i]);
+    if (!strstr(image, entry)) continue;
+    live[LIVE_MODULE]++;
+    *module_out = &modules[i];
+    return end(CU_SUCCESS);
+  }
+  return end(200); /* CUDA_ERROR_INVALID_IMAGE */
 }
 API cu_result_t cuModuleGetFunction(cu_function_t *function_out, cu_module_t module, const char *name) {
   BEGIN("cuModuleGetFunction", true);
-  if (module != &the_module || strcmp(name, "gmi_sum_squares") != 0) return end(CU_NOT_FOUND);
-  *function_out = &the_function;
-  return end(CU_SUCCESS);
+  for (int i = 0; i < KERNELS; i++) {
+    if (module != &modules[i] || strcmp(name, kernels[i]) != 0) continue;
+    *function_out = &functions[i];
+    return end(CU_SUCCESS);
+  }
+  return end(CU_NOT_FOUND);
 }
 API cu_result_t cuModuleUnload(cu_module_t module) {
   BEGIN("cuModuleUnload", true);
-  if (module != &the_module) return misuse();
+  if (module < modules || module >= modules + KERNELS) return misuse();
   live[LIVE_MODULE]--;
   return end(CU_SUCCESS);
+}
+/* With the lock. */
+static cu_result_t launch_rank_sum(unsigned grid_x, unsigned block_x, cu_stream_t stream, void **parameters) {
+  const gmi_rank_sum_t *args = parameters[0];
+  const uint64_t bytes = args->count * (args->dtype == 3 ? 8 : args->dtype ? 2 : 4), slot = args->slot_bytes;
+  if (!grid_x || block_x != GMI_RANK_SUM_THREADS || args->ranks < 2 || args->ranks > 64 || args->rank >= args->ranks ||
+      slot % 16 || args->others % 16 || bytes > slot || !reachable(args->own, bytes) ||
+      !reachable(args->others, slot * (args->ranks - 2) + bytes))
+    return CU_INVALID_VALUE;
+  return push(stream, (task_t){ .kind = TASK_RANK_SUM, .ranks = *args });
 }
 API cu_result_t cuLaunchKernel(cu_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                                cu_stream_t stream, void **parameters, void **extra) {
   BEGIN("cuLaunchKernel", true);
-  if (function != &the_function || foreign(stream)) return misuse();
+  if (function < functions || function >= functions + KERNELS || foreign(stream)) return misuse();
+  if (function != &functions[SUM_SQUARES]) {
+    if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || shared_bytes || extra)
+      return end(CU_INVALID_VALUE);
+    return end(launch_rank_sum(grid_x, block_x, stream, parameters));
+  }
   cu_address_t items = *(cu_address_t *)parameters[0];
   if (!grid_x || grid_y != 1 || grid_z != 1 || block_x != 32 || block_y != 1 || block_z != 1 || shared_bytes || extra ||
       !reachable(items, grid_x * sizeof(gmi_cuda_sum_t)))
@@ -1063,6 +1124,19 @@ API cu_result_t cuLaunchKernel(cu_function_t function, unsigned grid_x, unsigned
 }
 
 /* --- control --- */
+
+API int fake_cuda_kernel(struct cu_stream *stream, bool (*step)(void *user), void *user) {
+  BEGIN("another library's cuLaunchKernel", true);
+  if (foreign(stream)) return misuse();
+  return end(push(stream, (task_t){ .kind = TASK_KERNEL, .step = step, .dst = user }));
+}
+API int fake_cuda_device(void) { return current ? current->device : -1; }
+API bool fake_cuda_reachable(const void *address, uint64_t size) {
+  pthread_mutex_lock(&lock);
+  bool result = reachable((uintptr_t)address, size);
+  pthread_mutex_unlock(&lock);
+  return result;
+}
 
 void *fake_cuda_symbol(const char *name) {
   if (fake_cuda.lacking_symbol && !strcmp(name, fake_cuda.lacking_symbol)) return NULL;
@@ -1127,7 +1201,7 @@ void *fake_cuda_symbol(const char *name) {
 
 void fake_cuda_reset(void) {
   pthread_mutex_lock(&lock);
-  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, false };
+  fake_cuda = (fake_cuda_options_t){ DEVICES, 0, NULL, 32, 1024, UINT64_C(1) << 30, 1.0, NULL, NULL, 0, false };
   initialised = false;
   lost = 0;
   calls = fail_first = fail_last = pageable = violations = 0;

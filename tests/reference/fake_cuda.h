@@ -16,6 +16,7 @@ typedef struct fake_cuda_options {
   double clock_rate;           /* the devices' seconds in a second; 1 */
   void (*on_wait_value)(void); /* called when one is queued; NULL */
   void (*on_event)(void);      /* called when one is about to be created, which then takes as long as this; NULL */
+  uint64_t sum_delay_ns;       /* before each sum in the order of ranks; 0 */
   bool reuse_streams;          /* a new stream gets the handle of one that was destroyed, and other work's queue */
 } fake_cuda_options_t;
 extern fake_cuda_options_t fake_cuda;
@@ -49,6 +50,15 @@ int cuGraphExecDestroy(struct cu_graph *exec);
 void fake_cuda_graph_nodes(const struct cu_graph *graph, uint32_t *copies_out, uint32_t *beside_out);
 /* How this thread's captures of graphs bear with others' calls (CUstreamCaptureMode); 0 = not at all. */
 int fake_cuda_capture_mode(void);
+
+/* For a stand-in of another library. Queues a kernel, which runs until step(user) returns true; it is called again and
+ * again on a thread of the stream's, which may wait a little in it. Returns what cuLaunchKernel() would. */
+struct cu_stream;
+int fake_cuda_kernel(struct cu_stream *stream, bool (*step)(void *user), void *user);
+/* The device of the thread's context; -1: it has none. */
+int fake_cuda_device(void);
+/* Can devices reach all of these bytes? */
+bool fake_cuda_reachable(const void *address, uint64_t size);
 
 /* What has been made and not ended, all kinds together; printed by kind to standard error when print. */
 uint64_t fake_cuda_live(bool print);

@@ -14,7 +14,7 @@ typedef struct node {
   uint64_t ns, end_ns, use;
   uint32_t piece;  /* of a host piece; else NONE */
   uint32_t first;  /* of what it waits for, up to the next node's */
-  uint32_t before; /* the same piece's node of the iteration before, and the step behind which this one is submitted */
+  uint32_t before; /* the same piece's node of the iteration before, and the stage behind which this one is submitted */
   uint32_t behind;
   uint8_t state;
 } node_t;
@@ -113,7 +113,7 @@ typedef struct program {
   const gmi_plan_input_t *in;
   const gmi_plan_t *plan;
   graph_t g;
-  uint32_t step, fetch, evict, begin;
+  uint32_t stage, fetch, evict, begin;
   uint32_t *arrival;           /* [op_count + piece_count] */
   uint32_t *written, *updated; /* [chunk_count] back to the host, there by a piece */
   uint32_t *before;            /* [piece_count] */
@@ -142,30 +142,30 @@ static void add_evicts(program_t *s, uint32_t op, uint32_t piece) {
     if ((move->flags & GMI_EVICT_DIRTY) != 0) {
       uint32_t node = add_node(&s->g, s->in->evict_ns, NONE);
       add_wait(&s->g, s->evict);
-      add_wait(&s->g, s->step);
+      add_wait(&s->g, s->stage);
       s->written[move->chunk] = s->evict = node;
       give(&s->g, node, 1);
     } else {
-      give(&s->g, s->step, 1);
+      give(&s->g, s->stage, 1);
     }
   }
 }
 
-static void add_step(program_t *s, uint64_t ns, uint32_t arrival, uint32_t frames) {
+static void add_stage(program_t *s, uint64_t ns, uint32_t arrival, uint32_t frames) {
   uint32_t node = add_node(&s->g, ns, NONE);
-  add_wait(&s->g, s->step);
+  add_wait(&s->g, s->stage);
   add_wait(&s->g, s->arrival[arrival]);
   wait_for_frames(&s->g, frames);
-  s->step = node;
+  s->stage = node;
 }
 
 static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
   uint32_t node = add_node(&s->g, s->in->pieces[piece].host_ns, piece);
   s->g.nodes[node].use = use;
   s->g.nodes[node].before = s->before[piece];
-  s->g.nodes[node].behind = s->step;
+  s->g.nodes[node].behind = s->stage;
   add_wait(&s->g, s->before[piece]);
-  add_wait(&s->g, s->step);
+  add_wait(&s->g, s->stage);
   s->before[piece] = node;
   for (uint32_t i = s->in->pieces[piece].chunk_first; i < s->in->pieces[piece + 1].chunk_first; i++) {
     uint32_t chunk = s->in->piece_chunks[i];
@@ -179,18 +179,18 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
   const gmi_plan_input_t *in = s->in;
   uint32_t heap = in->ops[op].heap_frames, before = in->ops[op > 0 ? op - 1 : in->op_count - 1].heap_frames;
   uint32_t frames = heap > before ? heap - before : 0;
-  if (heap < before) give(&s->g, s->step, before - heap);
+  if (heap < before) give(&s->g, s->stage, before - heap);
   add_fetches(s, op, GMI_NO_PIECE);
   for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
     frames += !s->resident[in->accesses[x].chunk];
     s->resident[in->accesses[x].chunk] = 1;
   }
-  add_step(s, in->ops[op].compute_ns, op, frames);
+  add_stage(s, in->ops[op].compute_ns, op, frames);
   add_evicts(s, op, GMI_NO_PIECE);
   for (uint32_t p = 0; p < in->piece_count; p++) {
     if (in->pieces[p].after_op != op || !s->plan->piece_on_device[p]) continue;
     add_fetches(s, op, p);
-    add_step(s, in->pieces[p].device_ns, in->op_count + p, 0);
+    add_stage(s, in->pieces[p].device_ns, in->op_count + p, 0);
     add_evicts(s, op, p);
   }
   for (uint32_t ahead = 1; ahead <= in->op_count + 1; ahead++) { /* in order of next use */
@@ -213,7 +213,7 @@ static void *filled(uint64_t count, size_t size) {
 
 bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t iterations, uint32_t flags,
                uint64_t *length_ns_out) {
-  program_t s = { .in = input, .plan = plan, .step = NONE, .fetch = NONE, .evict = NONE, .begin = NONE };
+  program_t s = { .in = input, .plan = plan, .stage = NONE, .fetch = NONE, .evict = NONE, .begin = NONE };
   uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
   uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
   s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts);
@@ -234,12 +234,12 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   give(&s.g, NONE, input->frame_count - held);
   uint32_t begin = NONE;
   for (uint32_t k = 0; k < iterations; k++) {
-    begin = s.begin = s.step;
+    begin = s.begin = s.stage;
     s.fetch_at = s.evict_at = 0;
     for (uint32_t op = 0; op < input->op_count; op++) add_op(&s, k, op, flags);
   }
   run_graph(&s.g);
-  *length_ns_out = s.g.nodes[s.step].end_ns - (begin == NONE ? 0 : s.g.nodes[begin].end_ns);
+  *length_ns_out = s.g.nodes[s.stage].end_ns - (begin == NONE ? 0 : s.g.nodes[begin].end_ns);
   bool apart = true;
   for (uint32_t n = 0; n < s.g.node_count; n++) {
     const node_t *node = &s.g.nodes[n];

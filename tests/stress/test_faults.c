@@ -279,7 +279,7 @@ static void test_one_failing_call_loses_no_byte(void) {
   /* Two in five programs meet their fault. Of 51 programs, one run in some thirty had too few by chance. */
   uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 200 * STEPS) / STEPS + 1, met = 0;
   for (uint64_t i = 0; i < count; i++, seed++) {
-    alarm(60);
+    alarm(300);
     program(dir);
     met += failed;
   }

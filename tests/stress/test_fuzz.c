@@ -23,7 +23,7 @@
 #include "io/index.h"
 #include "io/store.h"
 
-enum { MOST_BYTES = 1 << 16, HANG_S = 60 };
+enum { MOST_BYTES = 1 << 16, HANG_S = 300 };
 static uint64_t seed, step, first_step;
 static double seconds, slowest_s;
 static uint64_t slowest_step;

@@ -18,14 +18,14 @@
 #include <unistd.h>
 #include <unwind.h>
 
-/* From the library's own headers: the one thing of it that is used. */
+/* Declared in the library's private headers; the only private function that the tester uses. */
 void gmi_cuda_driver_replace(void *(*symbol)(const char *name));
 
 static _Atomic int armed; /* fault_kind_t */
 static _Atomic uint64_t calls, skip, run, failed, failed_ever[FAULT_KINDS];
 static _Atomic int error_number;
 static _Atomic bool any_thread;
-static _Thread_local bool mine; /* this thread has armed */
+static _Thread_local bool mine; /* this thread called faults_arm() */
 static _Thread_local int paused;
 
 void faults_arm(fault_kind_t kind, uint64_t skip_calls, uint64_t run_calls, int error, bool any) {
@@ -51,13 +51,13 @@ void faults_use_driver(void *(*symbol)(const char *name)) { gmi_cuda_driver_repl
 /* ---- ways */
 enum { SITES = 8192, DEPTH = 16 };
 static _Atomic bool noting;
-static _Atomic uint64_t wanted_path; /* of the way on which a call is to fail; 0: none */
+static _Atomic uint64_t wanted_path; /* the way on which the next call fails; 0: none */
 static _Atomic bool site_failed;
 static pthread_mutex_t sites_lock = PTHREAD_MUTEX_INITIALIZER;
 static fault_site_t sites[SITES];
 static uint32_t site_count;
 
-extern char _end[] __attribute__((visibility("hidden"))); /* of this library, by the linker */
+extern char _end[] __attribute__((visibility("hidden"))); /* end of this shared library, defined by the linker */
 static uintptr_t library_base(void) {
   static _Atomic uintptr_t base;
   Dl_info info;
@@ -114,7 +114,7 @@ void faults_arm_site(uint64_t path) {
 }
 bool faults_site_failed(void) { return atomic_load(&site_failed); }
 
-/* ---- does this call fail? Sets errno if so. */
+/* ---- fails() says whether this call is to fail, and sets errno then. */
 static bool fails(fault_kind_t kind, const char *function, void *from, int error) {
   bool hit = false;
   if (paused) return false;
@@ -140,7 +140,7 @@ static bool fails(fault_kind_t kind, const char *function, void *from, int error
 }
 #define FAILS(kind, error) fails(kind, __func__ + sizeof "__wrap", __builtin_return_address(0), error)
 
-/* NAME as the library calls it, and the real one. */
+/* Declares the real function and defines the wrapper that the library calls. */
 #define WRAP(result, name, ...)                                            \
   result __real_##name(__VA_ARGS__);                                       \
   __attribute__((visibility("hidden"))) result __wrap_##name(__VA_ARGS__); \
@@ -179,7 +179,7 @@ WRAP(FILE *, fopen, const char *path, const char *mode) {
 WRAP(int, open, const char *path, int flags, ...) {
   va_list args;
   va_start(args, flags);
-  mode_t mode = va_arg(args, mode_t); /* every caller gives one, or it is ignored */
+  mode_t mode = va_arg(args, mode_t); /* every caller passes a mode, or open() ignores it */
   va_end(args);
   return FAILS(FAULT_FILE, EMFILE) ? -1 : __real_open(path, flags, mode);
 }

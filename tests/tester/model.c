@@ -29,17 +29,17 @@ void pattern_fill(uint8_t *to, uint64_t at, uint64_t size, uint64_t seed) {
 }
 
 /* ---- ranges */
-range_t range_of(const part_t *p, bool is_arena, int slot, uint64_t offset, uint64_t size) {
-  range_t r = { .is_arena = is_arena, .slot = slot, .offset = offset, .size = size };
+range_t range_of(const part_t *p, bool is_arena, int entry, uint64_t offset, uint64_t size) {
+  range_t r = { .is_arena = is_arena, .entry = entry, .offset = offset, .size = size };
   uint64_t start = 0, limit;
   if (is_arena) {
-    const arena_t *a = &p->arenas[slot % ARENAS];
+    const arena_t *a = &p->arenas[entry % ARENAS];
     r.live = a->live;
     r.object.arena = a->handle;
-    r.arena = slot;
+    r.arena = entry;
     limit = a->size;
   } else {
-    const tensor_t *t = &p->tensors[slot % TENSORS];
+    const tensor_t *t = &p->tensors[entry % TENSORS];
     r.live = t->live;
     r.object.tensor = t->handle;
     r.arena = t->arena;
@@ -93,12 +93,22 @@ int reused_by(const part_t *p, int arena) {
   return -1;
 }
 
+bool range_touches(const part_t *p, const range_t *r, int tensor) {
+  const tensor_t *t = &p->tensors[tensor];
+  if (!r->is_arena) return p->tensors[r->entry].base == tensor;
+  return t->live && t->arena == r->store && r->size && t->offset < r->at + r->size && r->at < t->offset + t->size;
+}
+
 int content_of(const part_t *p, const range_t *r, bool overwritten) {
-  if (r->is_arena) return CONTENT_FINE; /* an arena's range is taken as it is */
-  bool is_gradient = r->store != r->arena;
+  bool is_gradient = r->store != r->arena, flips = false;
   if (!is_gradient && reused_by(p, r->arena) < 0) return CONTENT_FINE;
-  if (is_gradient == p->tensors[p->tensors[r->slot].base].gradient) return CONTENT_FINE;
-  return overwritten && r->whole ? CONTENT_FLIPS : CONTENT_WRONG;
+  for (int i = 0; i < TENSORS; i++) {
+    const tensor_t *t = &p->tensors[i];
+    if (!range_touches(p, r, i) || is_gradient == t->gradient) continue;
+    if (!overwritten || t->offset < r->at || t->offset + t->size > r->at + r->size) return CONTENT_WRONG;
+    flips = true;
+  }
+  return flips ? CONTENT_FLIPS : CONTENT_FINE;
 }
 
 void content_written(part_t *p, int arena, uint64_t at, uint64_t size) {

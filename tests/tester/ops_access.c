@@ -15,7 +15,7 @@ static gemini_access_t access_of(const spec_t *s, const range_t *r) {
   return (gemini_access_t)ACCESS(r->object, s->offset, s->size, s->mode, s->tier);
 }
 
-/* Can both be acquired, in any order, when one chunk has bytes of both? */
+/* Do two acquires exclude each other if one chunk has bytes of both? */
 static bool excluded(uint32_t tier, uint32_t mode, uint32_t other_tier, uint32_t other_mode) {
   return tier != other_tier && (mode | other_mode) & GEMINI_WRITE;
 }
@@ -34,7 +34,7 @@ static bool is_busy(const part_t *p, const spec_t *s, const range_t *r, uint64_t
   return false;
 }
 
-/* Chunks that a batch needs on the device, those held already left out; all: also these. */
+/* Counts the chunks that a batch needs on the device, without those that are held there already; all: with them. */
 static uint64_t chunks_wanted(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n, uint64_t chunk,
                               bool all) {
   uint64_t wanted = 0;
@@ -63,10 +63,11 @@ static bool host_held(const manager_t *m, uint32_t threads) {
 static bool both_written(const part_t *p, const spec_t *specs, const range_t *ranges, uint32_t n) {
   for (uint32_t k = 0; k < n; k++)
     for (uint32_t j = 0; j < k; j++)
-      if (!ranges[j].is_arena && !ranges[k].is_arena && ranges[j].store == ranges[k].store &&
-          ranges[j].arena != ranges[k].arena && specs[j].mode & specs[k].mode & GEMINI_WRITE && !ranges[j].wrong &&
-          p->tensors[ranges[j].slot].base == p->tensors[ranges[k].slot].base)
-        return true;
+      for (int i = 0; i < TENSORS; i++)
+        if (ranges[j].store == ranges[k].store && ranges[j].arena != ranges[k].arena &&
+            specs[j].mode & specs[k].mode & GEMINI_WRITE && !ranges[j].wrong && !ranges[k].wrong &&
+            range_touches(p, &ranges[j], i) && range_touches(p, &ranges[k], i))
+          return true;
   return false;
 }
 
@@ -97,7 +98,7 @@ static statuses_t acquire_allowed(actor_t *a, manager_t *m, const spec_t *specs,
   if (wrong) return wrong | perhaps;
   if (a->w->parallel) return OK | perhaps;
   uint64_t frames = chunk ? (m->config.device_bytes - m->config.device_margin_bytes) / chunk : 0;
-  if (chunk && chunks_wanted(p, specs, ranges, n, chunk, true) > frames) return perhaps; /* they never fit */
+  if (chunk && chunks_wanted(p, specs, ranges, n, chunk, true) > frames) return perhaps; /* the chunks never fit */
   return OK | perhaps;
 }
 
@@ -109,7 +110,7 @@ static void check_pointer(actor_t *a, manager_t *m, const spec_t *s, const range
     return;
   }
   if (!ptr) differs(a, "ptr on the host is NULL");
-  for (int i = 0; i < HOLDS; i++) { /* a byte has one address on the host */
+  for (int i = 0; i < HOLDS; i++) { /* each byte has a single address on the host */
     const hold_t *h = &p->holds[i];
     if (!h->live || h->tier != GEMINI_TIER_HOST || h->store != r->store || h->at >= r->at + r->size ||
         r->at >= h->at + h->size)
@@ -124,15 +125,17 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   part_t *p = part_of(a, m);
   check_pointer(a, m, s, r, access->ptr);
   if (!r->is_arena) {
-    tensor_t *t = &p->tensors[r->slot];
+    tensor_t *t = &p->tensors[r->entry];
     t->users++;
     if (s->mode == GEMINI_WRITE && r->whole && (r->store != r->arena || reused_by(p, r->arena) >= 0))
       p->tensors[t->base].gradient = r->store != r->arena;
+  } else if (s->mode == GEMINI_WRITE) {
+    content_written(p, r->arena, r->at, r->size);
   }
   bool device = s->tier == GEMINI_TIER_DEVICE;
   p->holds[s->hold] = (hold_t){ .live = true,
                                 .is_arena = r->is_arena,
-                                .slot = r->slot,
+                                .entry = r->entry,
                                 .offset = r->offset,
                                 .size = r->size,
                                 .mode = s->mode,
@@ -145,7 +148,7 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   uint8_t *model = p->arenas[r->store].bytes + r->at;
   char what[96];
   snprintf(what, sizeof what, "acquired on the %s, %s %d at %llu", device ? "device" : "host",
-           r->is_arena ? "arena" : "tensor", r->slot, (unsigned long long)r->offset);
+           r->is_arena ? "arena" : "tensor", r->entry, (unsigned long long)r->offset);
   bool write = s->mode & GEMINI_WRITE;
   use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size,
             s->mode & GEMINI_READ && !p->arenas[r->store].unknown ? model : NULL, write, seed, what);
@@ -165,13 +168,14 @@ void run_acquire(actor_t *a, const op_t *op) {
   gemini_stream_t handle = stream_handle(a, m, stream);
   if (!handle) stream = -1;
   for (uint32_t k = 0; k < n; k++) {
-    ranges[k] = range_of(p, specs[k].is_arena, specs[k].slot, specs[k].offset, specs[k].size);
+    ranges[k] = range_of(p, specs[k].is_arena, specs[k].entry, specs[k].offset, specs[k].size);
     if (!ranges[k].live || specs[k].hold >= HOLDS || p->holds[specs[k].hold].live) return;
-    if (!ranges[k].wrong && !ranges[k].size) return; /* once its arena has grown, nothing names it any more */
+    /* an empty range cannot be named any more once its arena has grown */
+    if (!ranges[k].wrong && !ranges[k].size) return;
     for (uint32_t j = 0; j < k; j++)
       if (specs[j].hold == specs[k].hold) return;
     accesses[k] = access_of(&specs[k], &ranges[k]);
-    if (!ranges[k].wrong) /* whose order with the others' work is nobody's business but ours */
+    if (!ranges[k].wrong) /* the tester orders its own work, as the library does not */
       sync_holds(a, m, ranges[k].store, ranges[k].at, ranges[k].size, !(specs[k].mode & GEMINI_WRITE));
   }
   statuses_t allowed = acquire_allowed(a, m, specs, ranges, n);
@@ -206,7 +210,7 @@ bool make_acquire(actor_t *a, op_t *op) {
     if (!spec_make(a, m, &s) || (s.hold = free_hold(p, specs, made)) < 0) continue;
     s.tier = chance(a, 97) ? tier : rnd(a, 4);
     if (chance(a, 1)) s.mode = rnd(a, 8);
-    range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
+    range_t r = range_of(p, s.is_arena, s.entry, s.offset, s.size);
     if (content_of(p, &r, false) == CONTENT_WRONG && chance(a, 80)) s.mode = GEMINI_WRITE, s.offset = s.size = 0;
     specs[made++] = s;
   }
@@ -219,10 +223,10 @@ bool make_acquire(actor_t *a, op_t *op) {
 
 /* ---- release */
 static gemini_access_t access_again(const part_t *p, const hold_t *h, bool by_zero) {
-  bool all = by_zero && !h->offset && h->size == (h->is_arena ? p->arenas[h->slot].size : p->tensors[h->slot].size);
+  bool all = by_zero && !h->offset && h->size == (h->is_arena ? p->arenas[h->entry].size : p->tensors[h->entry].size);
   return (gemini_access_t){ .struct_size = sizeof(gemini_access_t),
                             .object =
-                                h->is_arena ? OBJECT(p->arenas[h->slot].handle) : OBJECT(p->tensors[h->slot].handle),
+                                h->is_arena ? OBJECT(p->arenas[h->entry].handle) : OBJECT(p->tensors[h->entry].handle),
                             .offset_bytes = h->offset,
                             .size_bytes = all ? 0 : h->size,
                             .mode = h->mode,
@@ -235,21 +239,22 @@ static void hold_end(actor_t *a, manager_t *m, int hold) {
   hold_t *h = &p->holds[hold];
   h->live = false;
   if (h->is_arena) return;
-  tensor_t *t = &p->tensors[h->slot];
+  tensor_t *t = &p->tensors[h->entry];
   if (--t->users) return;
   bool known = !a->w->parallel || a->index == 0; /* the first thread sets phases */
   t->states = known ? 1u << state_after_release(m->phase)
                     : 1u << GEMINI_STATE_HOLD | 1u << GEMINI_STATE_HOLD_AFTER_FWD | 1u << GEMINI_STATE_HOLD_AFTER_BWD;
 }
 
-/* The streams of holds have done what they were given, where another stream is to be behind it. */
+/* Waits for the hold's stream if the range is released on another one. */
 static void before_release(actor_t *a, manager_t *m, const hold_t *h, int stream) {
   if (h->stream < 0 || h->stream == stream) return;
   gemini_stream_t other = stream_handle(a, m, h->stream);
   if (other) QUIET(a, OK, gemini_stream_synchronize, m->handle, other);
 }
 
-/* Stream, seed to write them once more with, flags: 1 the whole by size 0; holds. */
+/* Arguments: stream; seed with which the ranges are written once more (0: not); flags, 1: a whole object is named by
+ * size 0; holds. */
 void run_release(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -265,7 +270,8 @@ void run_release(actor_t *a, const op_t *op) {
     for (uint32_t j = 0; j < n; j++) twice |= holds[j] == (int)k;
     if (k >= HOLDS || !p->holds[k].live || twice) continue;
     hold_t *h = &p->holds[k];
-    if (op->arg[1] && h->mode & GEMINI_WRITE && h->size) { /* behind all that has used these bytes meanwhile */
+    /* after all work that has used these bytes in the meantime */
+    if (op->arg[1] && h->mode & GEMINI_WRITE && h->size) {
       for (int other = 0; other < STREAMS; other++)
         if (p->streams[other].live && other != h->stream)
           QUIET(a, OK, gemini_stream_synchronize, m->handle, p->streams[other].handle);
@@ -298,8 +304,8 @@ bool make_release(actor_t *a, op_t *op) {
   return true;
 }
 
-/* Stream, flags: 1 a wrong pointer; accesses, whose hold says which one's pointer is taken. What is no range acquired so
- * must be refused, all of it. */
+/* Arguments: stream; flags, 1: a wrong pointer; accesses, each with the hold whose pointer it passes. If one access
+ * names no range that was acquired in this way, the whole batch must be refused. */
 void run_release_wrong(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
@@ -314,7 +320,7 @@ void run_release_wrong(actor_t *a, const op_t *op) {
   bool taken[HOLDS] = { false };
   for (uint32_t k = 0; k < n; k++) {
     spec_t *s = &specs[k];
-    range_t r = range_of(p, s->is_arena, s->slot, s->offset, s->size);
+    range_t r = range_of(p, s->is_arena, s->entry, s->offset, s->size);
     if (!r.live) return;
     const hold_t *near = &p->holds[s->hold % HOLDS];
     accesses[k] = access_of(s, &r);
@@ -325,7 +331,7 @@ void run_release_wrong(actor_t *a, const op_t *op) {
     matched[k] = -1;
     for (int i = 0; i < HOLDS && matched[k] < 0 && !r.wrong; i++) {
       const hold_t *h = &p->holds[i];
-      if (!h->live || taken[i] || h->is_arena != r.is_arena || h->slot != r.slot || h->offset != r.offset ||
+      if (!h->live || taken[i] || h->is_arena != r.is_arena || h->entry != r.entry || h->offset != r.offset ||
           h->size != r.size || h->mode != s->mode || h->tier != s->tier ||
           (h->tier == GEMINI_TIER_HOST && h->ptr != accesses[k].ptr))
         continue;
@@ -355,7 +361,7 @@ bool make_release_wrong(actor_t *a, op_t *op) {
   }
   const hold_t *h = &p->holds[hold];
   spec_t right = { .is_arena = h->is_arena,
-                   .slot = h->slot,
+                   .entry = h->entry,
                    .hold = hold,
                    .mode = h->mode,
                    .tier = h->tier,
@@ -365,8 +371,8 @@ bool make_release_wrong(actor_t *a, op_t *op) {
   switch (rnd(a, 7)) {
   case 0: s.mode = 1 + s.mode % 3; break;
   case 1: s.tier = !s.tier; break;
-  case 2: spec_add(op, right); break; /* once more than it was acquired */
-  case 3: s.slot = s.is_arena ? PICK(a, p->arenas, ARENAS) : PICK(a, p->tensors, TENSORS); break;
+  case 2: spec_add(op, right); break; /* released more often than acquired */
+  case 3: s.entry = s.is_arena ? PICK(a, p->arenas, ARENAS) : PICK(a, p->tensors, TENSORS); break;
   case 4: /* a part from the beginning */
   case 5: /* a part to the end */
     if (s.size < 2) break;
@@ -374,9 +380,9 @@ bool make_release_wrong(actor_t *a, op_t *op) {
     if (chance(a, 50)) s.offset += h->size - s.size;
     if (chance(a, 30)) spec_add(op, right);
     break;
-  default: /* its bytes by its arena's name, or of another hold beside it */
+  default: /* its bytes under the name of its arena, or together with another hold */
     s.is_arena = true;
-    s.slot = h->store;
+    s.entry = h->store;
     s.offset = h->at;
   }
   spec_add(op, s);
@@ -388,7 +394,7 @@ static uint32_t moves_read(actor_t *a, const op_t *op, spec_t *specs, range_t *r
   manager_t *m = manager_of(a, op);
   uint32_t n = m->open ? batch_read(op, 0, specs) : 0;
   for (uint32_t k = 0; k < n; k++) {
-    ranges[k] = range_of(part_of(a, m), specs[k].is_arena, specs[k].slot, specs[k].offset, specs[k].size);
+    ranges[k] = range_of(part_of(a, m), specs[k].is_arena, specs[k].entry, specs[k].offset, specs[k].size);
     if (!ranges[k].live) return 0;
     accesses[k] = access_of(&specs[k], &ranges[k]);
   }
@@ -436,8 +442,8 @@ void run_move(actor_t *a, const op_t *op) {
     if (tier != GEMINI_TIER_DEVICE && (use.device || use.pins)) wrong |= BUSY;
     if (tier == GEMINI_TIER_FILE && use.host) wrong |= BUSY;
     if (tier == GEMINI_TIER_FILE) perhaps |= OOM_FILE | OOM_HOST;
-    for (uint32_t j = 0; j < k; j++)
-      if (specs[j].tier != tier && ranges[j].store == r->store) perhaps |= BUSY; /* as the one keeps the other */
+    for (uint32_t j = 0; j < k; j++) /* because one access keeps the chunk that the other moves */
+      if (specs[j].tier != tier && ranges[j].store == r->store) perhaps |= BUSY;
   }
   if (!n) return;
   perhaps |= no_room(a, m, chunk ? chunks_wanted(p, specs, ranges, n, chunk, false) : 0);
@@ -450,7 +456,7 @@ void run_pin(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
   spec_t s = spec_at(op, 0);
-  range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
+  range_t r = range_of(p, s.is_arena, s.entry, s.offset, s.size);
   if (!m->open || !r.live) return;
   uint64_t chunk = chunk_bytes(a, m), wanted = 0;
   gemini_access_t access = access_of(&s, &r);
@@ -477,7 +483,7 @@ void run_unpin(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
   spec_t s = spec_at(op, 0);
-  range_t r = range_of(p, s.is_arena, s.slot, s.offset, s.size);
+  range_t r = range_of(p, s.is_arena, s.entry, s.offset, s.size);
   if (!m->open || !r.live) return;
   uint64_t chunk = chunk_bytes(a, m);
   gemini_access_t access = access_of(&s, &r);
@@ -494,7 +500,7 @@ bool make_unpin(actor_t *a, op_t *op) {
   part_t *p = part_of(a, m);
   if (chance(a, 20)) return make_pin(a, op);
   uint64_t chunk = chunk_bytes(a, m);
-  for (int i = 0; chunk && i < ARENAS; i++) { /* a whole run of pinned chunks */
+  for (int i = 0; chunk && i < ARENAS; i++) { /* all adjacent pinned chunks */
     const arena_t *arena = &p->arenas[i];
     if (!arena->live || arena->store != i) continue;
     for (uint64_t k = 0; k * chunk < arena->size; k++) {
@@ -502,7 +508,7 @@ bool make_unpin(actor_t *a, op_t *op) {
       uint64_t end = k;
       while (end * chunk < arena->size && arena->pins[end]) end++;
       uint64_t last = end * chunk < arena->size ? end * chunk : arena->size;
-      spec_add(op, (spec_t){ .is_arena = true, .slot = i, .offset = k * chunk, .size = last - k * chunk });
+      spec_add(op, (spec_t){ .is_arena = true, .entry = i, .offset = k * chunk, .size = last - k * chunk });
       return true;
     }
   }

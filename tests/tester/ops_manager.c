@@ -5,7 +5,7 @@
 
 #include "tester.h"
 
-/* ---- open: budgets in chunks, and more as below */
+/* ---- open: arguments, budgets in chunks */
 enum { DEVICE_CHUNKS, MARGIN, HOST_CHUNKS, FILE_CHUNKS, CHUNK, FLAGS, PLACEMENT, WARMUP, WORKERS, KEEP, ENGINE, RATE };
 
 static uint32_t manager_index(const actor_t *a, const manager_t *m) { return (uint32_t)(m - a->w->managers); }
@@ -20,8 +20,10 @@ static void folders(const actor_t *a, const manager_t *m, char paths[2 * PATHS +
 static statuses_t open_allowed(const actor_t *a, const gemini_config_t *c, bool kept) {
   statuses_t allowed = OK;
   if (c->file_bytes && c->file_engine == GEMINI_FILE_ENGINE_URING && !a->w->uring) return UNSUPPORTED;
-  if (a->op && a->op->fault == FAULT_DRIVER) allowed |= UNSUPPORTED; /* it does not say what the GPU can do */
-  if (kept) allowed |= OOM_FILE;                                     /* the budget may be too small for what is kept */
+  /* the failing driver does not report the GPU's features */
+  if (a->op && a->op->fault == FAULT_DRIVER) allowed |= UNSUPPORTED;
+  /* the budget may be too small for the last checkpoint */
+  if (kept) allowed |= OOM_FILE;
   return allowed;
 }
 
@@ -37,6 +39,9 @@ static gemini_status_t open_manager(actor_t *a, manager_t *m, const gemini_confi
       quiet ? QUIET(a, allowed, gemini_manager_open, &c, &handle) : CALL(a, allowed, gemini_manager_open, &c, &handle);
   if (status) {
     if (handle) differs(a, "a failed call has set its result");
+    bool needs_uring = c.file_bytes && c.file_engine == GEMINI_FILE_ENGINE_URING;
+    if (status == GEMINI_ERR_UNSUPPORTED && !needs_uring && !(allowed & UNSUPPORTED))
+      differs(a, "a manager that does not need io_uring was refused as not supported");
     return status;
   }
   m->open = true;
@@ -80,8 +85,9 @@ bool make_open(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   const kept_t *kept = &a->w->kept[manager_index(a, m)][0];
   bool has_kept = a->w->kept_count[manager_index(a, m)] > 0;
-  if (m->open || (manager_index(a, m) && chance(a, 90))) return false; /* mostly there is one */
-  /* As it comes: everything fits, and the size of chunks may be searched again. Or with files. Or tight. */
+  if (m->open || (manager_index(a, m) && chance(a, 90))) return false; /* mostly one manager is open */
+  /* Three sorts of configurations: everything fits, so that the chunk size may be searched again; with files; tight
+   * budgets. */
   bool easy = chance(a, 30), files = !easy && a->w->options.files && chance(a, 70);
   bool keep = files && chance(a, has_kept ? 80 : 50), ample = easy || chance(a, 20);
   uint32_t chunk = keep ? 1 + rnd(a, 2) : easy || chance(a, 40) ? 0 : 1 + rnd(a, 2);
@@ -130,8 +136,8 @@ static bool any_hold(const actor_t *a, const manager_t *m, bool writing) {
 
 static bool close_manager(actor_t *a, manager_t *m, bool quiet) {
   bool busy = any_hold(a, m, false);
-  /* What is left of an update that found no room is told here at the latest. */
-  statuses_t perhaps = device_failed(a);
+  /* gemini_manager_close() is the last call that can report an update that found no room. */
+  statuses_t perhaps = updates_failed(a);
   for (uint32_t t = 0; t < a->w->options.threads; t++)
     for (const update_t *u = a->w->actors[t].updates; u; u = u->next)
       if (u->mgr == m->handle) perhaps |= NO_ROOM;
@@ -148,14 +154,14 @@ void run_close(actor_t *a, const op_t *op) {
 }
 bool make_close(actor_t *a, op_t *op) { return manager_of(a, op)->open; }
 
-/* ---- reopen: close, open, all arenas and tensors as they were; 1: in another order */
+/* ---- reopen: close, open, create all arenas and tensors again; argument 1: in another order */
 static void make_again(actor_t *a, manager_t *m, const part_t *was, bool backwards) {
   part_t *p = part_of(a, m);
   for (int pass = 0; pass < 2; pass++)
     for (int k = 0; k < ARENAS; k++) {
       int i = backwards ? ARENAS - 1 - k : k;
       const arena_t *old = &was->arenas[i];
-      if (!old->live || (old->root == i) != !pass) continue; /* roots first */
+      if (!old->live || (old->root == i) != !pass) continue; /* first arenas that follow no other */
       gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
       c.kind = old->kind;
       c.element_bytes = old->element_bytes;
@@ -174,7 +180,7 @@ static void make_again(actor_t *a, manager_t *m, const part_t *was, bool backwar
       arena->base = info.base;
       arena->size = 0;
     }
-  for (int i = 0; i < ARENAS; i++) { /* all of each arena, then tensors at their places in it */
+  for (int i = 0; i < ARENAS; i++) { /* takes all bytes of each arena, then registers tensors at their offsets */
     const arena_t *old = &was->arenas[i];
     uint64_t at;
     if (!old->live || old->root != i || !old->size) continue;
@@ -234,14 +240,14 @@ void run_budget(actor_t *a, const op_t *op) {
   uint32_t tier = op->arg[0];
   uint64_t bytes = op->arg[1] * a->w->unit + op->arg[2], chunk = chunk_bytes(a, m);
   if (!m->open) return;
-  if (!chunk) chunk = a->w->unit;
+  if (!chunk) chunk = m->config.chunk_bytes ? m->config.chunk_bytes : a->w->unit;
   pthread_mutex_lock(&a->w->budgets);
   uint64_t *budget = tier == GEMINI_TIER_DEVICE ? &m->config.device_bytes
                      : tier == GEMINI_TIER_HOST ? &m->config.host_bytes
                                                 : &m->config.file_bytes;
   statuses_t allowed = bytes >= *budget && tier != GEMINI_TIER_FILE ? OK : OK | NO_ROOM;
   if (tier == GEMINI_TIER_HOST && m->cannot_grow) allowed |= OOM_HOST;
-  if (m->traced || m->perhaps_traced) allowed |= OOM_DEVICE; /* the plan cannot be made with it */
+  if (m->traced || m->perhaps_traced) allowed |= OOM_DEVICE; /* no plan may exist for the new budget */
   if (tier > GEMINI_TIER_FILE) allowed = INVALID;
   else if (tier == GEMINI_TIER_DEVICE && bytes < m->config.device_margin_bytes + chunk) allowed = INVALID;
   else if (tier == GEMINI_TIER_HOST && !bytes) allowed = INVALID;
@@ -302,14 +308,15 @@ static kept_t kept_of(actor_t *a, manager_t *m) {
       to->offset = tensor->offset;
       to->size = tensor->size;
       to->states = tensor->states;
-      if (tensor->users) /* with which state it is kept is not said: the one before, or one after a release */
+      /* no document says which state is saved: the state before the acquire, or one after a release */
+      if (tensor->users)
         to->states |= 1u << GEMINI_STATE_HOLD | 1u << GEMINI_STATE_HOLD_AFTER_FWD | 1u << GEMINI_STATE_HOLD_AFTER_BWD;
     }
   }
   return k;
 }
 
-/* The arena of a manager that a kept one is, or NULL. part_out: whose it is. */
+/* Finds the manager's arena of the same name as a saved one, or NULL. part_out: the part that owns it. */
 static arena_t *kept_arena(actor_t *a, manager_t *m, const kept_arena_t *k, part_t **part_out) {
   for (uint32_t t = 0; t < a->w->options.threads; t++)
     for (int i = 0; i < ARENAS; i++) {
@@ -349,7 +356,7 @@ bool layout_fits(actor_t *a, manager_t *m, const kept_t *k) {
   return true;
 }
 
-/* What a resume of it says: OK, FORMAT, or either. */
+/* The statuses that resuming it may return: OK, FORMAT, or either. */
 static statuses_t kept_fits(actor_t *a, manager_t *m, const kept_t *k) {
   uint32_t arenas = 0, registered = 0, kept_registered = 0;
   part_t *p;
@@ -370,7 +377,7 @@ static statuses_t kept_fits(actor_t *a, manager_t *m, const kept_t *k) {
   return arenas == k->arena_count ? OK : OK | FORMAT;
 }
 
-/* Whether a checkpoint made now would fit beside the last one is known when there is much room. */
+/* Does a checkpoint fit into the files beside the last one? Certain only if there is much room. */
 static statuses_t checkpoint_room(actor_t *a, manager_t *m) {
   uint64_t chunk = chunk_bytes(a, m), chunks = 0;
   statuses_t perhaps = no_room(a, m, 0);
@@ -400,10 +407,10 @@ void run_checkpoint(actor_t *a, const op_t *op) {
     w->kept[i][0] = kept_of(a, m);
     w->kept_count[i] = 1;
     m->resumed = true;
-  } else if (a->fired || untold) { /* a later process finds the last one, or this one */
+  } else if (a->fired || untold) { /* a later process finds the previous checkpoint or this one */
     kept_free(&w->kept[i][1]);
     w->kept[i][1] = kept_of(a, m);
-    if (!w->kept_count[i]) { /* or none */
+    if (!w->kept_count[i]) { /* or no checkpoint */
       w->kept[i][0] = w->kept[i][1];
       memset(&w->kept[i][1], 0, sizeof w->kept[i][1]);
     }
@@ -414,7 +421,7 @@ void run_checkpoint(actor_t *a, const op_t *op) {
 bool make_checkpoint(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open || (!m->config.checkpoint_name && chance(a, 90))) return false;
-  if (chance(a, 40)) { /* what is a checkpoint worth that is not taken up */
+  if (chance(a, 40)) { /* a checkpoint is useful only with a later resume */
     plan(a, OP_checkpoint, op->manager);
     plan_made(a, OP_reopen, op->manager);
   }
@@ -447,7 +454,7 @@ static void take_up(actor_t *a, manager_t *m, const kept_t *k) {
   }
 }
 
-/* Which of two checkpoints it was is seen by the bytes. */
+/* Compares the bytes, which show which of two checkpoints was resumed. */
 static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
   for (uint32_t i = 0; i < k->arena_count; i++) {
     part_t *p;
@@ -464,7 +471,7 @@ static bool is_kept(actor_t *a, manager_t *m, const kept_t *k) {
   return true;
 }
 
-/* Can what is kept be more than the file budget? Chunks that read as zero are not kept. */
+/* May the checkpoint be larger than the file budget? Chunks that read as zero take no space. */
 static statuses_t resume_room(const manager_t *m, const kept_t *k) {
   uint64_t chunk = k->chunk_bytes, most = 0, least = 0;
   for (uint32_t i = 0; i < k->arena_count; i++)
@@ -486,7 +493,7 @@ void run_resume(actor_t *a, const op_t *op) {
   if (!m->config.checkpoint_name || m->resumed) wrong |= STATE;
   if (!w->kept_count[i]) wrong |= NOT_FOUND;
   if (w->kept_count[i] == 2) perhaps |= NOT_FOUND | STATE;
-  if (any_byte(a, m) || any_hold(a, m, false)) wrong |= STATE;
+  if (any_byte(a, m) || any_hold(a, m, false) || any_pin(a, m)) wrong |= STATE;
   for (uint32_t t = 0; t < w->options.threads; t++)
     if (m->parts[t].touched) perhaps |= STATE;
   for (uint32_t k = 0; k < w->kept_count[i]; k++)
@@ -504,7 +511,8 @@ void run_resume(actor_t *a, const op_t *op) {
   bool second = other && kept_fits(a, m, other) != FORMAT && is_kept(a, m, other);
   if (!first && !second) differs(a, "the bytes are those of neither checkpoint");
   take_up(a, m, first ? k : other);
-  for (uint32_t t = 0; first && second && t < other->tensor_count; t++) { /* of one's bytes, and either's states */
+  /* the bytes are those of one checkpoint, the states may be those of the other */
+  for (uint32_t t = 0; first && second && t < other->tensor_count; t++) {
     tensor_t *tensor = kept_tensor(a, m, other, &other->tensors[t]);
     if (tensor) tensor->states |= other->tensors[t].states;
   }

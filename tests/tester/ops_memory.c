@@ -9,10 +9,10 @@ static void check_apart(actor_t *a, const uint8_t *ptr, uint64_t size, const uin
   if (ptr < other + other_size && other < ptr + size) differs(a, "two live allocations overlap");
 }
 
-/* ---- device memory: slot, size, stream, kind of call, seed */
+/* ---- device memory: entry, size, stream, kind of call, seed */
 static uint64_t usable(const manager_t *m) { return m->config.device_bytes - m->config.device_margin_bytes; }
 
-/* A stream as hooks are told it: on a GPU by its own API's name, where NULL is the default stream. */
+/* A stream as hooks take it: on a GPU its native handle, where NULL is the default stream. */
 static void *native_of(actor_t *a, manager_t *m, gemini_stream_t stream) {
   void *native = NULL;
   if (!a->w->options.cuda) return (void *)(uintptr_t)stream;
@@ -23,9 +23,9 @@ static void *native_of(actor_t *a, manager_t *m, gemini_stream_t stream) {
 void run_alloc(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = (int)op->arg[0], stream = (int)op->arg[2] - 1;
+  int entry = (int)op->arg[0], stream = (int)op->arg[2] - 1;
   uint64_t size = op->arg[1], chunk = chunk_bytes(a, m);
-  if (!m->open || slot >= ALLOCS || p->allocs[slot].live || stream >= STREAMS) return;
+  if (!m->open || entry >= ALLOCS || p->allocs[entry].live || stream >= STREAMS) return;
   gemini_stream_t handle = stream_handle(a, m, stream);
   if (!handle) stream = -1;
   bool hook = op->arg[3] && m->hooked && (handle || !a->w->options.cuda);
@@ -52,16 +52,16 @@ void run_alloc(actor_t *a, const op_t *op) {
   for (int i = 0; i < ALLOCS; i++)
     if (p->allocs[i].live) check_apart(a, ptr, size, p->allocs[i].ptr, p->allocs[i].size);
   uint64_t seed = op->arg[4];
-  p->allocs[slot] = (alloc_t){ true, hook, ptr, size, seed, stream };
+  p->allocs[entry] = (alloc_t){ true, hook, ptr, size, seed, stream };
   use_bytes(a, m, stream, ptr, 0, size, NULL, true, seed, "");
 }
 bool make_alloc(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = PICK_FREE(p->allocs, ALLOCS);
-  if (slot < 0) return false;
+  int entry = PICK_FREE(p->allocs, ALLOCS);
+  if (entry < 0) return false;
   uint64_t unit = a->w->unit, size = chance(a, 70) ? 1 + rnd(a, 20000) : 1 + rnd(a, (uint32_t)unit * 2);
-  op_add(op, (uint32_t)slot);
+  op_add(op, (uint32_t)entry);
   op_add(op, chance(a, 2) ? 0 : chance(a, 2) ? unit * 200 : size);
   op_add(op, (uint32_t)(chance(a, 50) ? -1 : PICK(a, p->streams, STREAMS)) + 1);
   op_add(op, chance(a, 50) ? 0 : 1 + rnd(a, 2));
@@ -69,16 +69,17 @@ bool make_alloc(actor_t *a, op_t *op) {
   return true;
 }
 
-/* Slot, stream, kind of call: 0 gemini_free(), 1 the hook's, where it is of one, 2 of no allocation, 3 twice. */
+/* Arguments: entry, stream, kind of call. 0: gemini_free(); 1: the hook's function, if a hook allocated it; 2: an
+ * address that is no allocation; 3: a second free. */
 void run_free(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = (int)op->arg[0], stream = (int)op->arg[1] - 1;
-  if (!m->open || slot >= ALLOCS || !p->allocs[slot].live || stream >= STREAMS) return;
-  alloc_t *al = &p->allocs[slot];
+  int entry = (int)op->arg[0], stream = (int)op->arg[1] - 1;
+  if (!m->open || entry >= ALLOCS || !p->allocs[entry].live || stream >= STREAMS) return;
+  alloc_t *al = &p->allocs[entry];
   gemini_stream_t handle = stream_handle(a, m, stream);
   if (!handle) stream = -1;
-  if (op->arg[2] == 2) { /* its middle */
+  if (op->arg[2] == 2) { /* an address in the middle of the allocation */
     CALL(a, INVALID, gemini_free, m->handle, al->ptr + al->size / 2 + 1, handle);
     return;
   }
@@ -99,28 +100,28 @@ void run_free(actor_t *a, const op_t *op) {
     return;
   }
   al->live = false;
-  if (op->arg[2] == 3 && !a->w->parallel) /* else it may be another thread's by now */
+  if (op->arg[2] == 3 && !a->w->parallel) /* otherwise another thread may have got the address by now */
     QUIET(a, INVALID, gemini_free, m->handle, al->ptr, handle);
 }
 bool make_free(actor_t *a, op_t *op) {
   part_t *p = part_of(a, manager_of(a, op));
-  int slot = PICK(a, p->allocs, ALLOCS);
-  if (slot < 0) return false;
-  int stream = chance(a, 60) ? p->allocs[slot].stream : chance(a, 50) ? -1 : PICK(a, p->streams, STREAMS);
-  op_add(op, (uint32_t)slot);
+  int entry = PICK(a, p->allocs, ALLOCS);
+  if (entry < 0) return false;
+  int stream = chance(a, 60) ? p->allocs[entry].stream : chance(a, 50) ? -1 : PICK(a, p->streams, STREAMS);
+  op_add(op, (uint32_t)entry);
   op_add(op, (uint32_t)(stream + 1));
   op_add(op, chance(a, 10) ? 2 + rnd(a, 2) : rnd(a, 2));
   return true;
 }
 
-/* ---- host memory: slot, size, alignment, seed */
+/* ---- host memory: entry, size, alignment, seed */
 void run_host_alloc(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = (int)op->arg[0];
+  int entry = (int)op->arg[0];
   uint64_t size = op->arg[1], alignment = op->arg[2];
-  if (!m->open || slot >= BLOCKS || p->blocks[slot].live) return;
-  statuses_t allowed = OK | OOM_HOST | OOM_FILE; /* what lies in the way may not be able to move */
+  if (!m->open || entry >= BLOCKS || p->blocks[entry].live) return;
+  statuses_t allowed = OK | OOM_HOST | OOM_FILE; /* chunks in the way may be unable to move */
   if (!size || alignment & (alignment - 1) || alignment > (UINT64_C(2) << 20)) allowed = INVALID;
   else if (!a->w->parallel && size > m->config.host_bytes) allowed = OOM_HOST;
   void *ptr = NULL;
@@ -131,14 +132,14 @@ void run_host_alloc(actor_t *a, const op_t *op) {
   if ((uintptr_t)ptr % (alignment ? alignment : 16)) differs(a, "a host block at %p is not aligned", ptr);
   for (int i = 0; i < BLOCKS; i++)
     if (p->blocks[i].live) check_apart(a, ptr, size, p->blocks[i].ptr, p->blocks[i].size);
-  p->blocks[slot] = (block_t){ true, ptr, size, op->arg[3] };
+  p->blocks[entry] = (block_t){ true, ptr, size, op->arg[3] };
   pattern_fill(ptr, 0, size, op->arg[3]);
 }
 bool make_host_alloc(actor_t *a, op_t *op) {
   part_t *p = part_of(a, manager_of(a, op));
-  int slot = PICK_FREE(p->blocks, BLOCKS);
-  if (slot < 0) return false;
-  op_add(op, (uint32_t)slot);
+  int entry = PICK_FREE(p->blocks, BLOCKS);
+  if (entry < 0) return false;
+  op_add(op, (uint32_t)entry);
   op_add(op, chance(a, 2) ? 0 : chance(a, 60) ? 1 + rnd(a, 30000) : 1 + rnd(a, (uint32_t)a->w->unit * 3));
   op_add(op, chance(a, 2) ? 3 : chance(a, 60) ? 0 : 1u << rnd(a, 14));
   op_add(op, 1 + rnd(a, 1 << 20));
@@ -153,13 +154,13 @@ static void check_block(actor_t *a, const block_t *b) {
   free(expected);
 }
 
-/* Slot, 1: of no block. */
+/* Arguments: entry; 1: an address that is no block. */
 void run_host_free(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = (int)op->arg[0];
-  if (!m->open || slot >= BLOCKS || !p->blocks[slot].live) return;
-  block_t *b = &p->blocks[slot];
+  int entry = (int)op->arg[0];
+  if (!m->open || entry >= BLOCKS || !p->blocks[entry].live) return;
+  block_t *b = &p->blocks[entry];
   check_block(a, b);
   if (op->arg[1]) {
     CALL(a, INVALID, gemini_host_free, m->handle, b->ptr + b->size / 2 + 1);
@@ -168,9 +169,9 @@ void run_host_free(actor_t *a, const op_t *op) {
   if (!CALL(a, OK, gemini_host_free, m->handle, b->ptr)) b->live = false;
 }
 bool make_host_free(actor_t *a, op_t *op) {
-  int slot = PICK(a, part_of(a, manager_of(a, op))->blocks, BLOCKS);
-  if (slot < 0) return false;
-  op_add(op, (uint32_t)slot);
+  int entry = PICK(a, part_of(a, manager_of(a, op))->blocks, BLOCKS);
+  if (entry < 0) return false;
+  op_add(op, (uint32_t)entry);
   op_add(op, chance(a, 5));
   return true;
 }
@@ -192,70 +193,70 @@ bool make_hook(actor_t *a, op_t *op) {
   return true;
 }
 
-/* ---- streams: slot */
+/* ---- streams: entry */
 void run_stream_create(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = (int)op->arg[0];
-  if (!m->open || slot >= STREAMS || p->streams[slot].live) return;
+  int entry = (int)op->arg[0];
+  if (!m->open || entry >= STREAMS || p->streams[entry].live) return;
   gemini_stream_t handle = 0;
-  /* At most 48: with two a thread and as many threads as there may be, more than that can be asked for. */
+  /* A manager has at most 48 streams; two per thread can be more. */
   bool many = a->w->options.threads * STREAMS > 48;
   if (CALL(a, many ? OK | INVALID : OK, gemini_stream_create, m->handle, &handle)) {
     if (handle) differs(a, "a failed call has set its result");
     return;
   }
-  p->streams[slot] = (stream_t){ true, handle };
+  p->streams[entry] = (stream_t){ true, handle };
 }
 bool make_stream_create(actor_t *a, op_t *op) {
-  int slot = PICK_FREE(part_of(a, manager_of(a, op))->streams, STREAMS);
-  if (slot < 0) return false;
-  op_add(op, (uint32_t)slot);
+  int entry = PICK_FREE(part_of(a, manager_of(a, op))->streams, STREAMS);
+  if (entry < 0) return false;
+  op_add(op, (uint32_t)entry);
   return true;
 }
 
 static int stream_arg(actor_t *a, const op_t *op) {
   const manager_t *m = manager_of(a, op);
-  uint32_t slot = op->arg[0];
-  return m->open && slot < STREAMS && m->parts[a->index].streams[slot].live ? (int)slot : -1;
+  uint32_t entry = op->arg[0];
+  return m->open && entry < STREAMS && m->parts[a->index].streams[entry].live ? (int)entry : -1;
 }
 static bool stream_make(actor_t *a, op_t *op) {
-  int slot = PICK(a, part_of(a, manager_of(a, op))->streams, STREAMS);
-  if (slot < 0) return false;
-  op_add(op, (uint32_t)slot);
+  int entry = PICK(a, part_of(a, manager_of(a, op))->streams, STREAMS);
+  if (entry < 0) return false;
+  op_add(op, (uint32_t)entry);
   return true;
 }
 
 void run_stream_destroy(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
   part_t *p = part_of(a, m);
-  int slot = stream_arg(a, op);
-  if (slot < 0) return;
-  bool used = a->index == 0 && m->op && m->op_stream == slot;
-  if (CALL(a, used ? BUSY : OK, gemini_stream_destroy, m->handle, p->streams[slot].handle)) return;
-  gone(a, p->streams[slot].handle);
-  p->streams[slot].live = false;
-  for (int i = 0; i < HOLDS; i++) /* it has waited for its work */
-    if (p->holds[i].stream == slot) p->holds[i].stream = -1;
+  int entry = stream_arg(a, op);
+  if (entry < 0) return;
+  bool used = a->index == 0 && m->op && m->op_stream == entry;
+  if (CALL(a, used ? BUSY : OK, gemini_stream_destroy, m->handle, p->streams[entry].handle)) return;
+  gone(a, p->streams[entry].handle);
+  p->streams[entry].live = false;
+  for (int i = 0; i < HOLDS; i++) /* destroying a stream waits for its work */
+    if (p->holds[i].stream == entry) p->holds[i].stream = -1;
   for (int i = 0; i < ALLOCS; i++)
-    if (p->allocs[i].stream == slot) p->allocs[i].stream = -1;
+    if (p->allocs[i].stream == entry) p->allocs[i].stream = -1;
 }
 bool make_stream_destroy(actor_t *a, op_t *op) { return stream_make(a, op); }
 
 void run_stream_sync(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
-  int slot = stream_arg(a, op);
-  if (slot >= 0) CALL(a, OK, gemini_stream_synchronize, m->handle, stream_handle(a, m, slot));
+  int entry = stream_arg(a, op);
+  if (entry >= 0) CALL(a, OK, gemini_stream_synchronize, m->handle, stream_handle(a, m, entry));
 }
 bool make_stream_sync(actor_t *a, op_t *op) { return stream_make(a, op); }
 
 static void count_call(void *user) { atomic_fetch_add((_Atomic int *)user, 1); }
 void run_stream_call(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
-  int slot = stream_arg(a, op);
+  int entry = stream_arg(a, op);
   if (!m->open) return;
   _Atomic int ran = 0;
-  gemini_stream_t handle = stream_handle(a, m, slot);
+  gemini_stream_t handle = stream_handle(a, m, entry);
   gemini_status_t status = CALL(a, OK, gemini_stream_call, m->handle, handle, count_call, (void *)&ran);
   if (handle) QUIET(a, OK, gemini_stream_synchronize, m->handle, handle);
   if (atomic_load(&ran) != !status) differs(a, "a function that was queued has run %d times", atomic_load(&ran));
@@ -265,19 +266,19 @@ bool make_stream_call(actor_t *a, op_t *op) {
   return true;
 }
 
-/* What only a GPU has. */
+/* Calls that only a GPU supports. */
 void run_stream_other(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
-  int slot = stream_arg(a, op);
+  int entry = stream_arg(a, op);
   if (!m->open || a->w->options.cuda) return;
   gemini_stream_t handle = 0;
   gemini_graph_t graph = 0;
   void *native = NULL;
   CALL(a, UNSUPPORTED, gemini_stream_adopt, m->handle, NULL, &handle);
-  QUIET(a, slot < 0 ? INVALID : UNSUPPORTED, gemini_stream_native, m->handle, stream_handle(a, m, slot), &native);
+  QUIET(a, entry < 0 ? INVALID : UNSUPPORTED, gemini_stream_native, m->handle, stream_handle(a, m, entry), &native);
   QUIET(a, NOT_FOUND, gemini_hook_forget, m->handle, NULL);
-  if (slot >= 0)
-    QUIET(a, UNSUPPORTED, gemini_graph_begin, m->handle, stream_handle(a, m, slot), a->w->unit * 2, &graph);
+  if (entry >= 0)
+    QUIET(a, UNSUPPORTED, gemini_graph_begin, m->handle, stream_handle(a, m, entry), a->w->unit * 2, &graph);
   if (handle || native || graph) differs(a, "a failed call has set its result");
 }
 bool make_stream_other(actor_t *a, op_t *op) { return make_stream_call(a, op); }

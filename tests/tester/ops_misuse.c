@@ -1,4 +1,4 @@
-/* Handles that were destroyed, and arguments that are wrong. SPDX-License-Identifier: Apache-2.0 */
+/* Destroyed handles and wrong arguments. SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 
 #include "tester.h"
@@ -56,12 +56,12 @@ void run_dead(actor_t *a, const op_t *op) {
   case 13: CALL(a, HANDLE, gemini_alloc, h, 100, dead, &ptr); break;
   case 14: CALL(a, HANDLE, gemini_arena_create, h, &config, &out.arena); break;
   case 15: CALL(a, HANDLE, gemini_tensor_counterpart, h, dead, dead, &out.tensor); break;
-  case 16: CALL(a, HANDLE, gemini_update, h, &update); break;
+  case 16: CALL(a, HANDLE | updates_failed(a), gemini_update, h, &update); break;
   case 17: CALL(a, HANDLE, gemini_norm, h, &access, GEMINI_DTYPE_F32, 0, &norm); break;
   case 18: CALL(a, HANDLE, gemini_manager_close, dead); break;
   case 19: CALL(a, HANDLE, gemini_tensor_register, h, dead, "nobody's", 16, GEMINI_OFFSET_NEXT, &out.tensor); break;
   default:
-    if (live) CALL(a, HANDLE, gemini_move, h, two, 2); /* none moves */
+    if (live) CALL(a, HANDLE, gemini_move, h, two, 2); /* no chunk moves */
   }
   if (out.id || ptr) differs(a, "a failed call has set its result");
 }
@@ -115,7 +115,7 @@ void run_bad(actor_t *a, const op_t *op) {
     config.name = "";
     CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
-  case 14: CALL(a, INVALID, gemini_update, h, &update); break;
+  case 14: CALL(a, INVALID | updates_failed(a), gemini_update, h, &update); break;
   case 15:
     stats.struct_size = 2;
     CALL(a, INVALID, gemini_stats, h, &stats);
@@ -146,7 +146,8 @@ bool make_bad(actor_t *a, op_t *op) {
   return manager_of(a, op)->open;
 }
 
-/* ---- churn: kind, how often. A slot used again and again gives no handle twice. */
+/* ---- churn: kind, how often. An entry of the library that is used again and again never gives the same handle
+ * twice. */
 static int by_value(const void *x, const void *y) {
   uint64_t a = *(const uint64_t *)x, b = *(const uint64_t *)y;
   return (a > b) - (a < b);
@@ -159,7 +160,7 @@ void run_churn(actor_t *a, const op_t *op) {
   for (int i = 0; i < ARENAS && in < 0; i++)
     if (p->arenas[i].live && p->arenas[i].root == i && p->arenas[i].size >= p->arenas[i].element_bytes) in = i;
   if (!m->open || (kind == 0 && in < 0) || n > 100000) return;
-  if (kind == 1 && (a->w->parallel || a->updates)) return; /* an arena may have to wait for updates to be destroyed */
+  if (kind == 1 && (a->w->parallel || a->updates)) return; /* destroying an arena may have to wait for updates */
   any_handle_t *handles = calloc(n + 1, sizeof *handles);
   for (uint32_t i = 0; i < n; i++) {
     char name[32];

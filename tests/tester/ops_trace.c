@@ -13,7 +13,7 @@ void run_iteration_begin(actor_t *a, const op_t *op) {
   atomic_store(&m->record_lost, false);
 }
 
-/* An iteration like those of a training: operators that acquire and release, then updates; done again and again. */
+/* Plans iterations as a training loop has them: operators that acquire and release, then updates, repeated. */
 static bool plan_iterations(actor_t *a, uint8_t manager) {
   manager_t *m = &a->w->managers[manager % MANAGERS];
   part_t *p = part_of(a, m);
@@ -124,7 +124,7 @@ bool make_op_end(actor_t *a, op_t *op) {
   return m->open && (m->op || chance(a, 3));
 }
 
-/* ---- traces: which file; TRACES: one that cannot be */
+/* ---- traces: number of the file; TRACES: a path that does not exist */
 static void trace_path(const actor_t *a, uint32_t file, char path[PATHS + 32]) {
   if (file < TRACES) snprintf(path, PATHS + 32, "%s/trace%u", a->w->directory, file);
   else snprintf(path, PATHS + 32, "%s/nowhere/trace", a->w->directory);
@@ -160,7 +160,7 @@ bool make_trace_save(actor_t *a, op_t *op) {
   return true;
 }
 
-/* File, size of chunks: as if it had been recorded with them. */
+/* Arguments: file, chunk size. Rewrites the file as if it had been recorded with chunks of that size. */
 void run_trace_rewrite(actor_t *a, const op_t *op) {
   char path[PATHS + 32], *text = NULL;
   size_t size = 0;
@@ -273,7 +273,7 @@ void run_stats_reset(actor_t *a, const op_t *op) {
 }
 bool make_stats_reset(actor_t *a, op_t *op) { return manager_of(a, op)->open; }
 
-/* ---- everything is given back, by all threads, and statistics begin anew: the end of a step, or of a training */
+/* ---- settle: all threads release and free everything, and statistics start again, as at the end of a training */
 static void settle_part(actor_t *a, manager_t *m, uint8_t manager) {
   part_t *p = part_of(a, m);
   uint64_t chunk = chunk_bytes(a, m);
@@ -312,7 +312,7 @@ void run_settle(actor_t *a, const op_t *op) {
   for (uint32_t t = 0; t < a->w->options.threads; t++) {
     actor_t *of = &a->w->actors[t];
     of->op = op;
-    of->fault_used = true; /* there is no call that is its own */
+    of->fault_used = true; /* this operation has no call of its own for a fault */
     settle_part(of, m, op->manager);
   }
   if (m->op) run_op_end(a, op);
@@ -323,10 +323,10 @@ bool make_settle(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open) return false;
   if (chance(a, 30)) return true;
-  a->w->calm = 1 + rnd(a, 4); /* then training, by plans that were made elsewhere */
+  a->w->calm = 1 + rnd(a, 4); /* then trains, with plans from traces of other chunk sizes */
   plan_iterations(a, op->manager);
   uint32_t file = rnd(a, TRACES), size = rnd(a, 5);
-  for (uint32_t i = 0; i < 2; i++) { /* two that want chunks of other sizes */
+  for (uint32_t i = 0; i < 2; i++) { /* two traces with other chunk sizes */
     op_t *save = plan(a, OP_trace_save, op->manager), *rewrite = plan(a, OP_trace_rewrite, op->manager);
     if (save) op_add(save, (file + i) % TRACES);
     if (rewrite) op_add(rewrite, (file + i) % TRACES), op_add(rewrite, (size + i) % 5);

@@ -1,4 +1,4 @@
-/* What the tester is told. SPDX-License-Identifier: Apache-2.0 */
+/* Reads the tester's options. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include <getopt.h>
 #include <stdio.h>

@@ -43,7 +43,7 @@ bool op_read(const char *line, op_t *op) {
   op->code = (uint8_t)code;
   while ((word = strtok_r(NULL, " \n", &rest))) {
     uint32_t value = (uint32_t)strtoul(word + 1, NULL, 10);
-    bool field = word[1] >= '0' && word[1] <= '9'; /* and not a fault's name */
+    bool field = word[1] >= '0' && word[1] <= '9'; /* otherwise it is the name of a fault */
     if (field && *word == 't') op->thread = (uint8_t)value;
     else if (field && *word == 'm') op->manager = (uint8_t)value;
     else if (field && *word == 'r') op->round = (uint16_t)value;

@@ -1,5 +1,5 @@
-/* A program: a list of operations, each with everything that decides what it does, so that it can be written down, run
- * again, and run with pieces left out. SPDX-License-Identifier: Apache-2.0 */
+/* A program: a list of operations. Each has everything that decides what it does, so that a program can be written to a
+ * file, run again, and run with operations left out. SPDX-License-Identifier: Apache-2.0 */
 #ifndef PROGRAM_H
 #define PROGRAM_H
 
@@ -9,9 +9,9 @@
 
 #include "faults.h"
 
-/* NAME, its weight among what is drawn at random, and who may run it:
- *   OWN    any thread, on what is its own, while others run
- *   FIRST  while others run, the first thread only: it changes what all threads share and the model keeps once
+/* NAME, its weight in the random choice, and which threads may run it:
+ *   OWN    any thread, on its own objects, while others run
+ *   FIRST  the first thread only, while others run: it changes what all threads share and the model stores once
  *   ALONE  while no other thread runs */
 #define OPERATIONS(X)           \
   X(open, 40, ALONE)            \
@@ -79,12 +79,12 @@ typedef enum {
 enum { OP_ARGS = 64 };
 typedef struct op {
   uint8_t code;    /* OP_* */
-  uint8_t thread;  /* who runs it */
-  uint8_t manager; /* with which manager */
-  uint8_t fault;   /* fault_kind_t: during its call, faults */
-  uint16_t skip;   /* begin after so many calls, */
-  uint16_t run;    /* and are so many */
-  uint8_t errors;  /* which errno: an index */
+  uint8_t thread;  /* the thread that runs it */
+  uint8_t manager; /* the manager that it uses */
+  uint8_t fault;   /* fault_kind_t: the kind of calls that fail during it */
+  uint16_t skip;   /* how many such calls succeed first */
+  uint16_t run;    /* how many fail then */
+  uint8_t errors;  /* index of the errno in errors_of */
   uint8_t count;   /* of arg */
   uint16_t round;  /* rounds come one after another; in odd ones all threads run at once */
   uint32_t check;  /* decides what is checked after it, whatever operations are left out before it */
@@ -97,7 +97,7 @@ int op_who(uint8_t code);
 uint32_t op_weight(uint8_t code);
 const char *fault_name(fault_kind_t kind);
 
-/* As text, a line an operation: "acquire t0 m0 r0 c3 memory:3:1:0 17 4096 0 ...". */
+/* An operation as one line of text: "acquire t0 m0 r0 c3 memory:3:1:0 17 4096 0 ...". */
 void op_write(FILE *file, const op_t *op);
 bool op_read(const char *line, op_t *op);
 

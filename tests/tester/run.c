@@ -13,7 +13,7 @@
 const operation_t operations[OP_COUNT] = { OPERATIONS(X) };
 #undef X
 
-enum { FILE_BYTES = 1 << 30 }; /* address space: more than an arena's bytes */
+enum { FILE_BYTES = 1 << 30 }; /* address space; larger than any arena */
 
 /* ---- one operation */
 void run_op(actor_t *a, const op_t *op) {
@@ -34,7 +34,7 @@ static bool may_run(const actor_t *a, uint8_t code) {
   return op_who(code) == OWN || (op_who(code) == FIRST && a->index == 0);
 }
 
-/* What threads do in a calm round; OP_COUNT: anything. */
+/* The operation that a thread runs in a calm round; OP_COUNT: any. */
 static uint8_t calm_code(actor_t *a) {
   if (!a->w->parallel || !a->w->calm) return OP_COUNT;
   if (a->index) return chance(a, 90) ? OP_acquire : OP_norm;
@@ -56,19 +56,20 @@ static void add_fault(actor_t *a, op_t *op) {
   static const uint8_t kinds[] = { FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY, FAULT_MEMORY,
                                    FAULT_THREAD, FAULT_FILE,   FAULT_FILE,   FAULT_FILE,   FAULT_RING };
   if (!chance(a, a->w->options.faults) || a->w->options.spared[op->code]) return;
-  /* What a driver does not give back when a manager is closed stays, and may be in the way of the next one. */
+  /* Memory that a failing driver does not give back when a manager closes stays, and may be missing for the next
+   * manager. */
   bool closes = op->code == OP_close || op->code == OP_reopen;
   bool driver = a->w->options.cuda && chance(a, 40) && !a->w->parallel && !closes;
   op->fault = driver ? FAULT_DRIVER : kinds[rnd(a, sizeof kinds)];
   op->skip = (uint16_t)rnd(a, 1u << rnd(a, 6));
   op->run = chance(a, 70) ? 1 : chance(a, 70) ? 3 : 1000;
-  if (driver) op->run = 1; /* else the library cannot put back what it had begun */
+  if (driver) op->run = 1; /* otherwise the library could not undo what it had begun */
   op->errors = (uint8_t)(op->fault != FAULT_FILE || chance(a, 60) ? 0 : rnd(a, 5));
 }
 
 static uint32_t weight(const actor_t *a, uint8_t code) { return op_weight(code) * (a->w->options.more[code] ? 10 : 1); }
 
-/* The next operation of a thread, at random or of a sequence that was begun. */
+/* Makes the next operation of a thread: the next one of a sequence, or a random one. */
 static void make_op(actor_t *a, op_t *op) {
   uint32_t total = 0;
   a->op = NULL;
@@ -88,7 +89,7 @@ static void make_op(actor_t *a, op_t *op) {
     uint8_t manager = a->w->managers[1].open && chance(a, 30);
     if (code == OP_open) manager = (uint8_t)rnd(a, MANAGERS);
     else if (!a->w->managers[manager].open) manager = !manager;
-    if (tries > 1000) code = OP_stats_reset; /* there is nothing to do */
+    if (tries > 1000) code = OP_stats_reset; /* no other operation is possible */
     *op = (op_t){ .code = code, .manager = manager };
     if (tries > 1000 || (code == OP_open ? operations[code].make(a, op)
                                          : a->w->managers[manager].open && operations[code].make(a, op))) {
@@ -104,7 +105,8 @@ made:
   add_fault(a, op);
 }
 
-/* A call of the system has failed in this operation: if it says so, nothing has changed, and done again it succeeds. */
+/* If a system call failed in this operation and the operation reported it, nothing has changed, and a second try must
+ * succeed. */
 static void try_again(actor_t *a, const op_t *op) {
   if (!a->site_failed) return;
   a->site_failed = false;
@@ -119,7 +121,8 @@ static void step(actor_t *a, const op_t *op) {
   try_again(a, op);
   manager_t *m = manager_of(a, op);
   check_some(a, m, op->check);
-  if (op->check % a->w->options.all_every && !a->refused) return; /* what failed has changed nothing */
+  /* checks that a failed operation has changed nothing */
+  if (op->check % a->w->options.all_every && !a->refused) return;
   for (int i = 0; i < MANAGERS; i++) check_part(a, &a->w->managers[i]);
 }
 
@@ -129,7 +132,7 @@ static uint32_t round_length(actor_t *first) {
   return 1 + rnd(first, most[rnd(first, 3)]);
 }
 
-/* Its share of a round. */
+/* A thread's share of a round. */
 static void work(actor_t *a, uint32_t length) {
   const world_t *w = a->w;
   for (uint64_t i = 0; w->replay && i < w->replay_count; i++)
@@ -175,7 +178,8 @@ static void threads_stop(world_t *w) {
 
 static void round_parallel(world_t *w) {
   actor_t *first = &w->actors[0];
-  uint32_t threads = w->options.threads, active = 1 + rnd(first, 1 + rnd(first, threads)); /* beside the first, a few */
+  /* the first thread and a few others */
+  uint32_t threads = w->options.threads, active = 1 + rnd(first, 1 + rnd(first, threads));
   for (uint32_t i = 0; i < threads; i++) w->actors[i].active = w->replay || !i;
   for (uint32_t i = 0; i < active; i++) w->actors[rnd(first, threads)].active = true;
   w->parallel = true;
@@ -218,7 +222,7 @@ static void run(world_t *w) {
     else work(first, 1 + rnd(first, 10));
     for (uint32_t i = 0; i < w->options.threads; i++) w->actors[i].op = NULL;
     if (w->round % 32 == 31) check_all(w);
-    if (w->round % 64 == 63) { /* threads end, others begin */
+    if (w->round % 64 == 63) { /* ends the threads and starts new ones */
       threads_stop(w);
       threads_start(w);
     }
@@ -236,7 +240,7 @@ void world_replay(world_t *w, const op_t *ops, uint64_t count) {
 
 /* ---- the world */
 static void probe_uring(world_t *w) {
-#ifndef __SANITIZE_THREAD__ /* which does not see what the kernel does */
+#ifndef __SANITIZE_THREAD__ /* ThreadSanitizer does not see what the kernel does */
   gemini_config_t c = GEMINI_CONFIG_INIT;
   gemini_manager_t mgr;
   c.device_bytes = c.host_bytes = c.file_bytes = 16 << 20;
@@ -285,7 +289,7 @@ void world_open(world_t *w, const options_t *options, shared_t *shared, const ch
   if (options->sites == SITES_FAIL) faults_arm_site(options->site_path);
 }
 
-/* Everything is given back, so that what is left is a leak. */
+/* Frees everything, so that whatever remains is a leak. */
 void world_close(world_t *w) {
   for (uint32_t i = 0; i < w->options.threads; i++) w->actors[i].op = NULL;
   for (int i = 0; i < MANAGERS; i++) {

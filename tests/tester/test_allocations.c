@@ -1,5 +1,6 @@
-/* Calls of which one allocation fails, the first, the second and so on: each says GEMINI_ERR_OOM_SYSTEM, tells so in
- * gemini_last_error(), and has changed nothing. SPDX-License-Identifier: Apache-2.0 */
+/* Makes one allocation of a call fail, first the first, then the second and so on: each time the call returns
+ * GEMINI_ERR_OOM_SYSTEM, records it for gemini_last_error(), and has changed nothing.
+ * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 
 #include "../integration/world.h"
@@ -8,7 +9,7 @@
 #define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE };
 
-/* Lets so many allocations of the call fail, from number `skip` on. Returns false when the call had none of these any more. */
+/* Makes `count` allocations of the call fail, from number `skip` on. False: the call made no such allocation. */
 #define WITH_FAILURES(skip, count, status, call) \
   (faults_arm(FAULT_MEMORY, (skip), (count), 0, false), (status) = (call), faults_disarm() > 0)
 #define WITH_FAILURE(skip, status, call) WITH_FAILURES(skip, 1, status, call)
@@ -34,9 +35,37 @@ static void test_register_without_memory_takes_nothing_of_the_arena(void) {
     CHECK_STATUS(gemini_tensor_find(w.mgr, "t", &other), GEMINI_ERR_NOT_FOUND);
   }
   CHECK_EQ(status, GEMINI_OK);
-  CHECK(failed >= 2); /* its name, its record */
+  CHECK(failed >= 2); /* for its name and its record */
   CHECK_EQ(world_tensor_info(&w, t).offset_bytes, 0);
   world_close(&w);
+}
+
+/* jemalloc forgets an extent for which it finds no memory for its own records. It needs some for each GiB of addresses in
+ * which it gets an extent: hence several managers, with more than a GiB each. */
+static void test_host_alloc_without_memory_takes_no_slots(void) {
+  enum { MANY = 4 };
+  world_t w[MANY];
+  uint64_t refused = 0;
+  for (int i = 0; i < MANY; i++) {
+    w[i] = world_open(world_config(4, 40000, 0));
+    void *ptr = NULL;
+    gemini_status_t status;
+    CHECK_OK(gemini_host_alloc(w[i].mgr, 1 << 17, 4096, &ptr)); /* makes the heap; this block is none of jemalloc's */
+    CHECK_OK(gemini_host_free(w[i].mgr, ptr));
+    ptr = NULL;
+    (void)WITH_FAILURE(0, status, gemini_host_alloc(w[i].mgr, 20079, 2048, &ptr));
+    if (status) {
+      check_refused("gemini_host_alloc", status);
+      CHECK(!ptr);
+      CHECK_EQ(world_stats(&w[i]).used_bytes[GEMINI_TIER_HOST], 0);
+      CHECK_OK(gemini_host_alloc(w[i].mgr, 20079, 2048, &ptr));
+      refused++;
+    }
+    CHECK_OK(gemini_host_free(w[i].mgr, ptr));
+    CHECK_EQ(world_stats(&w[i]).used_bytes[GEMINI_TIER_HOST], 0);
+  }
+  CHECK(refused > 0);
+  for (int i = 0; i < MANY; i++) world_close(&w[i]);
 }
 
 static void test_open_without_memory_says_what_failed_now(void) {
@@ -46,9 +75,9 @@ static void test_open_without_memory_says_what_failed_now(void) {
   uint64_t failed = 0, refused = 0;
   for (;; failed++) {
     CHECK_STATUS(gemini_manager_close(handle_of(12345)),
-                 GEMINI_ERR_HANDLE); /* a failure of before, of which nothing is told */
+                 GEMINI_ERR_HANDLE); /* an earlier failure, which the next call must not report */
     if (!WITH_FAILURE(failed, status, gemini_manager_open(&c, &mgr))) break;
-    if (!status) { /* what it wanted the memory for can be done without */
+    if (!status) { /* the call works without that memory */
       CHECK_OK(gemini_manager_close(mgr));
       mgr = 0;
       continue;
@@ -63,7 +92,7 @@ static void test_open_without_memory_says_what_failed_now(void) {
   CHECK_OK(gemini_manager_close(mgr));
 }
 
-/* A world with a plan of two operators, of which the trace is saved. */
+/* A world with a plan of two operators, whose trace is saved to path. */
 static world_t planned(gemini_arena_t *arena_out, const char *path) {
   world_t w = world_open(world_config(4, 8, 0));
   *arena_out = world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0);
@@ -103,7 +132,7 @@ static void test_trace_load_and_explain_without_memory_change_nothing(void) {
   CHECK_OK(status);
   CHECK(failed >= 20);
   CHECK_OK(gemini_plan_explain(w.mgr, sizeof text, text, &length));
-  for (failed = 0;; failed++) { /* all of it, or an error */
+  for (failed = 0;; failed++) { /* the whole text, or an error */
     uint64_t needs = UINT64_MAX;
     if (!WITH_FAILURE(failed, status, gemini_plan_explain(w.mgr, sizeof again, again, &needs))) break;
     check_refused("gemini_plan_explain", status);
@@ -116,7 +145,7 @@ static void test_trace_load_and_explain_without_memory_change_nothing(void) {
   CHECK(!close(fd) && !unlink(path));
 }
 
-/* An iteration with an operator that needs so many chunks. */
+/* An iteration with one operator, which needs `chunks` chunks. */
 static void iterate(const world_t *w, gemini_tensor_t t, uint64_t chunks) {
   gemini_access_t part = world_part(t, 0, chunks * W, GEMINI_READ, DEVICE);
   CHECK_OK(gemini_iteration_begin(w->mgr));
@@ -127,8 +156,8 @@ static void iterate(const world_t *w, gemini_tensor_t t, uint64_t chunks) {
   CHECK_OK(gemini_iteration_end(w->mgr));
 }
 
-/* Two iterations have plans. With the new budget there is none for the last one, and no memory for one of the other: the
- * call tells of the former, with its words. */
+/* Two variants have plans. The new budget has no plan for the last variant, and memory for the plan of the other runs
+ * out: the call reports the error of the last variant, with its message. */
 static void test_budget_that_two_plans_refuse_tells_of_one(void) {
   world_t w = world_open(world_config(4, 8, 0));
   gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "main", 0, 0), "t", 4 * W);
@@ -149,7 +178,7 @@ static void test_budget_that_two_plans_refuse_tells_of_one(void) {
   world_close(&w);
 }
 
-/* A slice for whose name there is no memory is lost and counted; it does not appear under another one's name. */
+/* A slice whose name finds no memory is counted as lost; it does not appear under the name of another slice. */
 static void test_timeline_without_memory_for_a_name_counts_the_slice_as_lost(void) {
   char path[] = "/tmp/gemini-test.XXXXXX", text[4096] = "";
   int fd = mkstemp(path);
@@ -177,7 +206,7 @@ static void test_timeline_without_memory_for_a_name_counts_the_slice_as_lost(voi
   CHECK(!close(fd) && !unlink(path));
 }
 
-/* A checkpoint file that cannot be looked at is no file that was exchanged. */
+/* If fstat() of a checkpoint file fails, the error is IO, not that the file was exchanged. */
 static void test_open_of_checkpoint_files_that_fail_is_io(void) {
   char dir[64], path[128];
   dir_make(dir);
@@ -208,6 +237,7 @@ static void test_open_of_checkpoint_files_that_fail_is_io(void) {
 
 int main(void) {
   RUN(test_register_without_memory_takes_nothing_of_the_arena);
+  RUN(test_host_alloc_without_memory_takes_no_slots);
   RUN(test_open_without_memory_says_what_failed_now);
   RUN(test_trace_load_and_explain_without_memory_change_nothing);
   RUN(test_budget_that_two_plans_refuse_tells_of_one);

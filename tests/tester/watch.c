@@ -1,4 +1,5 @@
-/* Runs programs in children, notices crashes, hangs and leaks, and shrinks. SPDX-License-Identifier: Apache-2.0 */
+/* Runs programs in child processes, notices crashes, hangs and leaks, and shrinks programs.
+ * SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include "watch.h"
 
@@ -14,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LEAK_CODE = 23 }; /* LeakSanitizer's */
+enum { LEAK_CODE = 23 }; /* exit status of LeakSanitizer */
 
 static void *fail_setup(const char *what) {
   perror(what);
@@ -35,7 +36,7 @@ watch_t watch_new(uint32_t threads, uint64_t log_capacity) {
   return w;
 }
 
-/* ---- a folder for the child's files, which goes with it */
+/* ---- a folder for the child's files, removed when the child has ended */
 static int remove_one(const char *path, const struct stat *info, int kind, struct FTW *at) {
   (void)info, (void)kind, (void)at;
   return remove(path);
@@ -60,10 +61,11 @@ int child_main(int fd) {
   else world_run(w);
   world_close(w);
   free(w);
-  return 0; /* and the sanitizer looks for leaks */
+  return 0; /* at exit, the sanitizer looks for leaks */
 }
 
-/* A program of its own: after a fork, a thread sanitizer takes locks of other libraries for held. */
+/* Starts the program anew with exec(): after a plain fork, ThreadSanitizer believes that locks of other libraries are
+ * held. */
 static pid_t child_start(int fd) {
   char number[16];
   char *const arguments[] = { "tester", "--child", number, NULL };
@@ -75,7 +77,7 @@ static pid_t child_start(int fd) {
   return pid;
 }
 
-/* What each thread was doing. */
+/* Appends what each thread was doing. */
 static void tell_calls(const shared_t *s, const options_t *o, pid_t pid, char *to, size_t size) {
   uint64_t now = now_ns();
   for (uint32_t t = 0; t < o->threads; t++) {
@@ -89,7 +91,7 @@ static void tell_calls(const shared_t *s, const options_t *o, pid_t pid, char *t
     }
     snprintf(to + strlen(to), size - strlen(to), "\n");
   }
-  if (getenv("GEMINI_TESTER_GDB")) { /* where they are, in a debugger's words */
+  if (getenv("GEMINI_TESTER_GDB")) { /* the backtraces of all threads, by a debugger */
     char command[128];
     snprintf(command, sizeof command, "gdb -p %d -batch -ex 'thread apply all bt 12' 2>/dev/null >&2", (int)pid);
     if (system(command)) fprintf(stderr, "no gdb\n");
@@ -179,14 +181,14 @@ typedef struct shrinker {
   watch_t watch;
   const outcome_t *like;
   uint64_t end_ns;
-  uint32_t attempts, tries; /* tries: of each attempt, as threads do not meet in the same way each time */
+  uint32_t attempts, tries; /* tries: runs of each attempt, as threads interleave differently each time */
 } shrinker_t;
 
-/* The same kind of end: of differences, with the same first words. */
+/* Did both end in the same way? For differences: with the same first words. */
 static bool alike(const outcome_t *a, const outcome_t *b) {
   if (a->kind != b->kind || a->signal != b->signal) return false;
   if (a->kind != ENDED_DIFFERENT) return true;
-  size_t n = strcspn(a->message, "0123456789\n"); /* numbers may be others */
+  size_t n = strcspn(a->message, "0123456789\n"); /* numbers may differ */
   return n && n == strcspn(b->message, "0123456789\n") && !memcmp(a->message, b->message, n);
 }
 
@@ -224,7 +226,7 @@ op_t *shrink(const options_t *options, const op_t *ops, uint64_t *count, const o
     if (now_ns() > s.end_ns || (size == 1 && !any)) break;
     if (size > 1) size /= 2;
   }
-  /* Then simpler operations: without a fault, without the accesses of a batch, with smaller numbers. */
+  /* Then makes operations simpler: without the fault, with fewer accesses, with smaller numbers. */
   for (uint64_t i = 0; i < n && now_ns() < s.end_ns; i++) {
     op_t kept = best[i];
     if (kept.fault) {

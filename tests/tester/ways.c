@@ -33,7 +33,7 @@ void tell_failure(const settings_t *s, shared_t *shared, const outcome_t *o, con
   free(shrunk);
 }
 
-/* ---- every way in which the library calls the system fails once */
+/* ---- --every-way: in every way in which the library makes system calls, one call fails */
 typedef struct ways {
   fault_site_t *all;
   uint32_t count, places, failed;
@@ -49,7 +49,7 @@ static bool place_is_known(const ways_t *w, const fault_site_t *site) {
   return false;
 }
 
-/* Ways of a program that none before it had. */
+/* Makes a call fail in each way of this program that no earlier program had. */
 static bool fail_ways(settings_t *s, watch_t watch, ways_t *w, const op_t *ops, uint64_t count) {
   shared_t *shared = watch.shared;
   uint32_t found = shared->site_count;

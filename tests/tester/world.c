@@ -1,4 +1,4 @@
-/* Calls, and what every operation needs around them. SPDX-License-Identifier: Apache-2.0 */
+/* Calls of the library, and helpers that all operations use. SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -38,7 +38,7 @@ void differs(actor_t *a, const char *format, ...) {
              line && *line ? line : "(none)\n");
     end_process();
   }
-  for (;;) pause(); /* somebody else ends it */
+  for (;;) pause(); /* another thread ends the process */
 }
 
 void differs_in_callback(const world_t *w, const char *message) {
@@ -52,13 +52,16 @@ void differs_in_callback(const world_t *w, const char *message) {
 /* ---- calls */
 static const int errors_of[] = { 0, EIO, ENOSPC, EINTR, EDQUOT };
 
-/* What a call may say of a fault. */
-static statuses_t fault_statuses(uint32_t kind) {
+/* The statuses with which a call may report a fault. */
+static statuses_t fault_statuses(uint32_t kind, const char *function) {
+  /* io_uring could not be set up, for which its eventfd is needed, too */
+  statuses_t no_uring = strcmp(function, "gemini_manager_open") ? 0 : UNSUPPORTED;
   switch (kind) {
-  case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST | PENDING; /* the latter: of memory that was reserved */
+  case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST | PENDING; /* OOM_HOST: committing reserved memory failed */
   case FAULT_THREAD: return OOM_SYSTEM;
-  case FAULT_FILE: return IO | OOM_FILE | OOM_SYSTEM | PENDING; /* the simulated device's memory is a file, too */
-  case FAULT_RING: return IO | OOM_SYSTEM | UNSUPPORTED | PENDING;
+  case FAULT_FILE: /* the simulated device's memory is a file, too */
+    return IO | OOM_FILE | OOM_SYSTEM | PENDING | no_uring;
+  case FAULT_RING: return IO | OOM_SYSTEM | PENDING | no_uring;
   case FAULT_DRIVER: return DEVICE | OOM_SYSTEM | PENDING;
   default: return 0;
   }
@@ -88,7 +91,7 @@ void call_begin(actor_t *a, const char *function, bool with_fault) {
   atomic_store_explicit(&a->w->shared->threads[a->index].calls, call + 1, memory_order_release);
   a->fired = 0;
   a->own_call = with_fault;
-  if (!with_fault && a->w->options.sites) faults_pause(true); /* only what operations are about */
+  if (!with_fault && a->w->options.sites) faults_pause(true); /* system calls fail only in an operation's own calls */
   a->armed = with_fault && op && op->fault && !a->fault_used;
   if (a->armed && op->fault == FAULT_DRIVER) {
     a->fault_used = true;
@@ -132,9 +135,13 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
       driver_pause(w, true);
       w->driver_first = w->driver_last = 0;
       a->fired = calls < first ? 0 : (calls < last ? calls : last) - first + 1;
-      if (a->fired) updates_lost(w);
+      if (a->fired) updates_lost(w, false);
     } else {
       a->fired = faults_disarm();
+      /* A read for a pending update may have failed, of which a later call tells: such an update never runs. Several
+       * threads have no late updates beside faults (make_update()). */
+      if (a->fired && w->options.threads == 1 && (a->op->fault == FAULT_FILE || a->op->fault == FAULT_RING))
+        updates_lost(w, true);
     }
     if (a->fired) {
       atomic_fetch_add(&w->shared->faults_hit[a->op->fault], 1);
@@ -157,8 +164,8 @@ gemini_status_t call_end(actor_t *a, const char *function, statuses_t allowed, g
   if ((status <= GEMINI_ERR_OOM_DEVICE && status >= GEMINI_ERR_FORMAT) || status < GEMINI_ERR_UNSUPPORTED)
     a->refused = true;
   if (allowed >> -status & 1) return status;
-  for (uint32_t kind = 1; kind < FAULT_KINDS; kind++) /* a fault may show later, but once */
-    if (faults_untold(w, (fault_kind_t)kind) && fault_statuses(kind) >> -status & 1) {
+  for (uint32_t kind = 1; kind < FAULT_KINDS; kind++) /* a fault may be reported by a later call, but once only */
+    if (faults_untold(w, (fault_kind_t)kind) && fault_statuses(kind, function) >> -status & 1) {
       if (!w->parallel) atomic_fetch_add(&w->told[kind], 1);
       return status;
     }
@@ -195,15 +202,20 @@ uint64_t held_chunks(actor_t *a, const manager_t *m, uint64_t chunk) {
   return held;
 }
 
-/* Chunks that are pinned are updated on the device, for which all chunks of the part must come there. */
-static bool may_wait_for_device(const actor_t *a, const manager_t *m) {
-  bool updates = false, pins = false;
-  for (uint32_t t = 0; t < a->w->options.threads; t++) {
-    for (const update_t *u = a->w->actors[t].updates; u; u = u->next) updates |= u->mgr == m->handle;
+bool any_pin(const actor_t *a, const manager_t *m) {
+  bool pins = false;
+  for (uint32_t t = 0; t < a->w->options.threads; t++)
     for (int i = 0; i < ARENAS; i++)
       for (int k = 0; k < CHUNKS; k++) pins |= m->parts[t].arenas[i].live && m->parts[t].arenas[i].pins[k];
-  }
-  return updates && pins;
+  return pins;
+}
+
+/* Updates of pinned chunks run on the device, where all chunks of the piece must then have room. */
+static bool may_wait_for_device(const actor_t *a, const manager_t *m) {
+  bool updates = false;
+  for (uint32_t t = 0; t < a->w->options.threads; t++)
+    for (const update_t *u = a->w->actors[t].updates; u; u = u->next) updates |= u->mgr == m->handle;
+  return updates && any_pin(a, m);
 }
 
 statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_chunks) {
@@ -225,9 +237,9 @@ statuses_t no_room(actor_t *a, manager_t *m, uint64_t device_chunks) {
 }
 
 /* ---- streams */
-gemini_stream_t stream_handle(actor_t *a, manager_t *m, int slot) {
+gemini_stream_t stream_handle(actor_t *a, manager_t *m, int entry) {
   part_t *p = part_of(a, m);
-  return slot >= 0 && slot < STREAMS && p->streams[slot].live ? p->streams[slot].handle : GEMINI_STREAM_CALLER;
+  return entry >= 0 && entry < STREAMS && p->streams[entry].live ? p->streams[entry].handle : GEMINI_STREAM_CALLER;
 }
 
 typedef struct job {
@@ -281,7 +293,7 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
   }
 }
 
-/* ---- updates: a hash of what is read and where, block by block */
+/* ---- updates: each element becomes a hash of the bytes read and their positions, block by block */
 enum { BLOCK = 256 };
 static void mix(uint64_t *hash, const uint8_t *from, uint32_t bytes, uint64_t count) {
   for (uint64_t i = 0; i < count; i++, from += bytes) {
@@ -294,7 +306,7 @@ static void mix(uint64_t *hash, const uint8_t *from, uint32_t bytes, uint64_t co
     hash[i] = value ^ value >> 29;
   }
 }
-/* In patterns that are finite numbers, as pattern_fill()'s. */
+/* Writes patterns that are finite numbers, as pattern_fill() does. */
 static void put(const uint64_t *hash, uint64_t odd, uint8_t *to, uint32_t bytes, uint64_t first, uint64_t count) {
   const uint64_t finite = UINT64_C(0xbfffbfffbfffbfff);
   for (uint64_t i = 0; i < count; i++, to += bytes) {
@@ -356,13 +368,13 @@ bool plan_made(actor_t *a, op_code_t code, uint8_t manager) {
 }
 
 void spec_add(op_t *op, spec_t s) {
-  op_add(op, (uint32_t)s.slot | (uint32_t)s.is_arena << 8 | s.mode << 9 | s.tier << 12 | (uint32_t)s.hold << 16);
+  op_add(op, (uint32_t)s.entry | (uint32_t)s.is_arena << 8 | s.mode << 9 | s.tier << 12 | (uint32_t)s.hold << 16);
   op_add(op, s.offset);
   op_add(op, s.size);
 }
 spec_t spec_at(const op_t *op, uint32_t index) {
   uint32_t word = op->arg[index % OP_ARGS];
-  return (spec_t){ .slot = (int)(word & 255),
+  return (spec_t){ .entry = (int)(word & 255),
                    .is_arena = word >> 8 & 1,
                    .mode = word >> 9 & 7,
                    .tier = word >> 12 & 7,
@@ -374,34 +386,34 @@ spec_t spec_at(const op_t *op, uint32_t index) {
 bool spec_make(actor_t *a, manager_t *m, spec_t *out) {
   part_t *p = part_of(a, m);
   spec_t s = { .is_arena = chance(a, 15), .mode = 1 + rnd(a, 3), .tier = rnd(a, 3) };
-  s.slot = s.is_arena ? PICK(a, p->arenas, ARENAS) : PICK(a, p->tensors, TENSORS);
-  if (s.slot < 0) return false;
-  uint64_t limit = s.is_arena ? p->arenas[s.slot].size : p->tensors[s.slot].size;
+  s.entry = s.is_arena ? PICK(a, p->arenas, ARENAS) : PICK(a, p->tensors, TENSORS);
+  if (s.entry < 0) return false;
+  uint64_t limit = s.is_arena ? p->arenas[s.entry].size : p->tensors[s.entry].size;
   if (!limit) return false;
-  uint32_t element = p->arenas[s.is_arena ? s.slot : p->tensors[s.slot].arena].element_bytes;
+  uint32_t element = p->arenas[s.is_arena ? s.entry : p->tensors[s.entry].arena].element_bytes;
   switch (rnd(a, 20)) {
-  case 0: s.size = limit; break; /* the whole by its size */
-  case 1:                        /* as above, any bytes */
+  case 0: s.size = limit; break; /* the whole object, by its size */
+  case 1:                        /* a part, at any byte */
     s.offset = rnd(a, (uint32_t)limit);
     s.size = 1 + rnd(a, (uint32_t)(limit - s.offset));
     break;
   case 2:
   case 3:
   case 4:
-  case 5: /* a part, in elements */
+  case 5: /* a part, at whole elements */
     s.offset = rnd(a, (uint32_t)(limit / element)) * (uint64_t)element;
     s.size = (1 + rnd(a, (uint32_t)((limit - s.offset) / element))) * (uint64_t)element;
     break;
   case 6:
     if (chance(a, 60) || !feature(a, FEATURE_empty)) break;
-    s.offset = 1 + rnd(a, (uint32_t)limit); /* nothing, somewhere */
+    s.offset = 1 + rnd(a, (uint32_t)limit); /* an empty range at some offset */
     break;
   case 7:
     if (chance(a, 80)) break;
     s.offset = rnd(a, (uint32_t)limit); /* beyond the end */
     s.size = limit - s.offset + 1 + rnd(a, 1000);
     break;
-  default: break; /* the whole */
+  default: break; /* the whole object, by size 0 */
   }
   *out = s;
   return true;

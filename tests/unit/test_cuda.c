@@ -120,7 +120,7 @@ static void test_cuda_open_says_what_is_missing(void) {
   fake_cuda.lacking_attribute = 0;
   config.ordinal = 2;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_UNSUPPORTED);
-  CHECK(error_says("GPU 2 is asked for, this machine has 2", 0));
+  CHECK(error_says("device_ordinal is 2, this machine has 2 GPUs", 0));
   config.ordinal = 0;
   config.memory_bytes = MIB;
   CHECK_EQ(ops->open(&config, &device), GEMINI_ERR_INVALID);
@@ -390,7 +390,7 @@ static void test_cuda_lost_context_ends_every_wait(void) {
   CHECK_EQ(pthread_join(thread, NULL), 0);
   CHECK_EQ(loser.status, GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->stream.sync(device, stream, loser.mark), GEMINI_ERR_DEVICE);
-  CHECK(error_says("lost by CUDA_ERROR_ILLEGAL_ADDRESS", CU_ILLEGAL_ADDRESS));
+  CHECK(error_says("earlier failure, CUDA_ERROR_ILLEGAL_ADDRESS", CU_ILLEGAL_ADDRESS));
   CHECK_EQ(ops->stream.sync(device, other, early), GEMINI_ERR_DEVICE);
   CHECK(!ops->stream.reached(device, stream, loser.mark) && !ops->stream.reached(device, other, early));
   CHECK(ops->stream.reached(device, other, 0));
@@ -420,7 +420,7 @@ static void test_cuda_lost_context_ends_every_wait(void) {
   fake_cuda_lose(CU_LAUNCH_FAILED);
   CHECK(!ops->stream.reached(device, stream, mark));
   CHECK_EQ(ops->stream.sync(device, stream, mark), GEMINI_ERR_DEVICE);
-  CHECK(error_says("lost by CUDA error 719", CU_LAUNCH_FAILED));
+  CHECK(error_says("earlier failure, CUDA error 719", CU_LAUNCH_FAILED));
   ops->close(device);
 }
 
@@ -943,6 +943,55 @@ static void test_cuda_sums_are_not_forgotten(void) {
   free(host);
 }
 
+/* --- distrust --- */
+
+/* A kernel that runs until it is ended, as one that waits for another process. */
+static bool until_true(void *user) {
+  if (atomic_load((atomic_bool *)user)) return true;
+  sleep_ns(MS);
+  return false;
+}
+
+static void test_cuda_distrusted_work_is_never_done(void) {
+  start();
+  void *device = device_open(16 * MIB), *native;
+  uint32_t stream = stream_new(device), other = stream_new(device), third = stream_new(device);
+  atomic_bool ended = false;
+  uint64_t before = mark_new(device, stream), ignored;
+  CHECK_EQ(ops->stream.sync(device, stream, before), GEMINI_OK);
+  CHECK_EQ(ops->stream.native(device, stream, &native), GEMINI_OK);
+  cu_context_t context;
+  CHECK_EQ(driver->primary_retain(&context, 0), 0);
+  CHECK_EQ(driver->current_set(context), 0);
+  CHECK_EQ(fake_cuda_kernel(native, until_true, &ended), 0);
+  CHECK_EQ(driver->current_set(NULL), 0);
+  CHECK_EQ(driver->primary_release(0), 0);
+  uint64_t behind = mark_new(device, stream);
+  CHECK_EQ(ops->stream.wait(device, other, stream, behind), GEMINI_OK);
+  uint64_t dependent = mark_new(device, other), alone = mark_new(device, third);
+  CHECK_EQ(ops->stream.sync(device, third, alone), GEMINI_OK);
+  ops->stream.distrust(device);
+  uint64_t later = mark_new(device, third);
+  atomic_store(&ended, true);
+  /* The waits end with the work. */
+  CHECK_EQ(ops->stream.sync(device, other, dependent), GEMINI_ERR_PEER);
+  CHECK_EQ(ops->stream.sync(device, stream, behind), GEMINI_ERR_PEER);
+  CHECK_EQ(ops->stream.sync(device, third, later), GEMINI_ERR_PEER); /* it might depend on anything */
+  CHECK(!ops->stream.reached(device, stream, behind) && !ops->stream.reached(device, other, dependent));
+  CHECK(!ops->stream.reached(device, third, later));
+  CHECK_EQ(ops->stream.mark_time(device, other, dependent, &ignored), GEMINI_ERR_INVALID);
+  /* What was known to be done stays done. */
+  CHECK(ops->stream.reached(device, stream, before) && ops->stream.reached(device, third, alone));
+  CHECK_EQ(ops->stream.sync(device, stream, before), GEMINI_OK);
+  CHECK_EQ(ops->stream.sync(device, third, alone), GEMINI_OK);
+  /* Events are used again all the same. */
+  for (int i = 0; i < 20000; i++) ignored = mark_new(device, third);
+  CHECK_EQ(ops->stream.sync(device, third, ignored), GEMINI_ERR_PEER);
+  CHECK(fake_cuda_live(false) < 20000);
+  CHECK_EQ(ops->stream.destroy(device, stream), GEMINI_OK);
+  device_close(device);
+}
+
 int main(void) {
   RUN(test_cuda_open_says_what_is_missing);
   RUN(test_cuda_operations_leave_the_threads_context_alone);
@@ -964,6 +1013,7 @@ int main(void) {
   RUN(test_cuda_adopted_stream_is_ordered_and_left_alone);
   RUN(test_cuda_captured_stream_takes_nothing);
   RUN(test_cuda_sums_are_not_forgotten);
+  RUN(test_cuda_distrusted_work_is_never_done);
   fake_cuda_reset();
   return check_done();
 }

@@ -383,7 +383,9 @@ static void test_device_streams_are_limited_and_reused(void) {
       CHECK_EQ(mark, last_marks[streams[i]] + 1);
       last_marks[streams[i]] = mark;
     }
+    CHECK_EQ(gmi_fail(GEMINI_ERR_INVALID, 0, "an older failure"), GEMINI_ERR_INVALID);
     CHECK_EQ(ops->stream.create(device, &stream), GEMINI_ERR_OOM_SYSTEM);
+    CHECK_SAYS(gmi_fail_message(), "64 streams exist, which is the limit");
     CHECK_EQ(stream, 12345);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
       CHECK_EQ(ops->stream.destroy(device, streams[i]), GEMINI_OK);
@@ -1273,6 +1275,7 @@ static void test_device_sim_file_size_limit_is_an_error(void) {
   void *device = device_open(64 * MIB, 0, 0);
   uint64_t frame = NOTHING;
   CHECK_EQ(ops->memory.frame_create(device, 8 * MIB, &frame), GEMINI_ERR_OOM_SYSTEM);
+  CHECK_SAYS(gmi_fail_message(), "the limit on file sizes is 4194304");
   CHECK_EQ(frame, NOTHING);
   frame_new(device, 1 * MIB);
   ops->close(device);

@@ -45,6 +45,15 @@ static void use_elsewhere(gpu_t *g) {
   }
 }
 
+/* Whatever the library was doing: the error has the driver's code, and its name for it. The code is not always the one
+ * that was planted: where a context could not be made current, the next function says so. */
+static bool error_is_the_drivers(void) {
+  gemini_error_info_t e = world_error();
+  if (e.native_code && strstr(e.message, "cu") && strstr(e.message, ": CUDA_ERROR_")) return true;
+  fprintf(stderr, "    error is: %s (%lld)\n", e.message, (long long)e.native_code);
+  return false;
+}
+
 static void test_stream_that_could_not_be_destroyed_stays(void) {
   bool reached = true;
   uint64_t failed = 0;
@@ -59,6 +68,7 @@ static void test_stream_that_could_not_be_destroyed_stays(void) {
     if (status) {
       failed++;
       CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      CHECK(error_is_the_drivers());
       use_stream(&g);
       CHECK_OK(gemini_stream_synchronize(g.w.mgr, g.stream));
       CHECK_OK(gemini_stream_destroy(g.w.mgr, g.stream));
@@ -86,6 +96,7 @@ static void test_device_budget_that_could_not_be_changed_stays(void) {
       failed++;
       CHECK_EQ(world_error().status, status);
       CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      CHECK(error_is_the_drivers());
       CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W));
     }
     CHECK(world_stats(&g.w).used_bytes[DEVICE] <= 2 * W);
@@ -97,7 +108,37 @@ static void test_device_budget_that_could_not_be_changed_stays(void) {
   CHECK(failed > 0);
 }
 
+/* Chunks that go to the device and back, more than fit there: frames, mappings, copies, marks and waits. */
+static void test_every_failure_of_the_driver_is_named(void) {
+  bool reached = true;
+  uint64_t failed = 0;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    gemini_stream_t other;
+    CHECK_OK(gemini_stream_create(g.w.mgr, &other));
+    CHECK_OK(gemini_budget_set(g.w.mgr, GEMINI_TIER_DEVICE, 2 * W));
+    uint64_t first = fake_cuda_calls() + 1 + n;
+    fake_cuda_fail(first, first, CU_UNKNOWN);
+    for (uint64_t i = 0; i < 8; i++) {
+      gemini_access_t a = gemini_tensor_access(g.t, i % 4 * W, W, GEMINI_READ_WRITE, i < 6 ? DEVICE : HOST);
+      gemini_stream_t stream = i < 6 ? i % 2 ? other : g.stream : GEMINI_STREAM_CALLER;
+      gemini_status_t status = gemini_acquire(g.w.mgr, &a, 1, stream);
+      if (!status) status = gemini_release(g.w.mgr, &a, 1, stream);
+      if (!status) continue;
+      failed++;
+      CHECK_EQ(status, GEMINI_ERR_DEVICE);
+      CHECK(error_is_the_drivers());
+    }
+    reached = fake_cuda_calls() >= first;
+    fake_cuda_fail(0, 0, 0);
+    gemini_status_t closed = gemini_manager_close(g.w.mgr);
+    CHECK(closed == GEMINI_OK || (closed == GEMINI_ERR_DEVICE && error_is_the_drivers()));
+  }
+  CHECK(failed > 0);
+}
+
 int main(void) {
+  RUN(test_every_failure_of_the_driver_is_named);
   RUN(test_stream_that_could_not_be_destroyed_stays);
   RUN(test_device_budget_that_could_not_be_changed_stays);
   fake_cuda_reset();

@@ -48,7 +48,7 @@ static void fork_while(void *(*load)(void *)) {
   while (!atomic_load(&looking_up)) sched_yield();
   pid_t child = fork_child();
   if (!child) {
-    alarm(10);
+    alarm(300);
     load(NULL);
     _exit(0);
   }

@@ -264,8 +264,8 @@ static void test_sgd_bad_values_are_refused_by_name(void) {
   BAD(good, weight_decay, -0.1, "weight_decay is -0.1");
   BAD(good, weight_decay, 1e39, "weight_decay is not finite");
   BAD(good, grad_scale, NAN, "grad_scale is not finite");
-  BAD(nesterov, momentum, 0, "momentum is 0, NESTEROV wants one");
-  BAD(nesterov, dampening, 0.5, "dampening is 0.5, NESTEROV wants 0");
+  BAD(nesterov, momentum, 0, "momentum is 0, GEMINI_SGD_NESTEROV wants more than 0");
+  BAD(nesterov, dampening, 0.5, "dampening is 0.5, GEMINI_SGD_NESTEROV wants 0");
   REFUSED(&good, 100, actual.param, NULL, "momentum is NULL");
   REFUSED(&good, 100, actual.param, actual.master + 99, "overlap over 100 elements");
   REFUSED(&good, UINT64_C(1) << 41, actual.param, actual.momentum, "count is 2199023255552");

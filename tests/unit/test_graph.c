@@ -556,7 +556,7 @@ static void test_graph_writes_what_was_acquired_before(void) {
 }
 
 /* ---- gradients in their parameters' bytes */
-static void test_graph_reads_parameters_only_where_there_are_any(void) {
+static void check_parameters_in_graph(bool ranges) { /* of the arenas, or their tensors */
   world_t w = start(4, 1);
   gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 2, "p", 0, 0),
                  grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "g", 0, params);
@@ -565,7 +565,8 @@ static void test_graph_reads_parameters_only_where_there_are_any(void) {
   world_fill(&w, p, 0, W, HOST, 1);
   graph_t g;
   graph_begin(&w, &g, 1, 4);
-  gemini_access_t a = world_whole(p, READ, DEVICE), b = world_whole(grad, READ, DEVICE);
+  gemini_access_t a = ranges ? world_part(params, 0, W, READ, DEVICE) : world_whole(p, READ, DEVICE);
+  gemini_access_t b = ranges ? world_part(grads, 0, W, READ, DEVICE) : world_whole(grad, READ, DEVICE);
   CHECK_STATUS(gemini_acquire(w.mgr, &b, 1, w.stream), GEMINI_ERR_STATE);
   CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
   CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
@@ -578,6 +579,11 @@ static void test_graph_reads_parameters_only_where_there_are_any(void) {
   replay(&w, &g);
   graph_destroy(&w, &g);
   finish(&w);
+}
+
+static void test_graph_reads_parameters_only_where_there_are_any(void) {
+  check_parameters_in_graph(false);
+  check_parameters_in_graph(true);
 }
 
 /* ---- refusals */
@@ -774,7 +780,7 @@ static void test_graph_frames_and_slots_stay_the_graphs(void) {
   CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, w.stream), GEMINI_ERR_OOM_DEVICE); /* 3 frames are left */
   gemini_access_t file = chunk_of(arena, 0, 1, READ, FILES);
   CHECK_STATUS(gemini_move(w.mgr, &file, 1), GEMINI_ERR_BUSY);
-  CHECK_SAYS(world_error().message, "for which it stays on the host");
+  CHECK_SAYS(world_error().message, "stays on the host until");
   gemini_arena_t more = world_arena(&w, GEMINI_KIND_OTHER, 2, "b", 0, 0);
   uint64_t offset;
   CHECK_OK(gemini_arena_take(w.mgr, more, 8 * W, &offset));

@@ -143,7 +143,7 @@ static void test_blocks_of_the_last_commit_stay(void) {
   for (uint32_t i = 0; i < 3; i++) CHECK_OK(put(&w, take(&w), i));
   CHECK_OK(commit(&w, 0, 2, "a"));
   CHECK_STATUS(put(&w, 0, 9), GEMINI_ERR_STATE);
-  CHECK_SAYS(gmi_fail_message(), "belongs to a commit");
+  CHECK_SAYS(gmi_fail_message(), "belongs to a checkpoint");
   CHECK_OK(get(&w, 0, 0));
   gmi_store_give(w.store, 0);
   gmi_store_give(w.store, 2);
@@ -407,11 +407,11 @@ static void test_index_of_other_files_is_refused(void) {
   w.config.block_bytes = 4096;
   CHECK_STATUS(try_open(&w), GEMINI_ERR_FORMAT);
   CHECK_SAYS(gmi_fail_message(), "/model.index");
-  CHECK_SAYS(gmi_fail_message(), "blocks of 8192 bytes in 2 directories, not of 4096 bytes in 2");
+  CHECK_SAYS(gmi_fail_message(), "blocks of 8192 bytes in 2 directories, want 4096 bytes in 2");
   w.config.block_bytes = 8192;
   w.config.directories = w.dirs[0];
   CHECK_STATUS(try_open(&w), GEMINI_ERR_FORMAT);
-  CHECK_SAYS(gmi_fail_message(), "blocks of 8192 bytes in 2 directories, not of 8192 bytes in 1");
+  CHECK_SAYS(gmi_fail_message(), "blocks of 8192 bytes in 2 directories, want 8192 bytes in 1");
 
   snprintf(path, sizeof path, "%s/model.1.chunks", w.dirs[1]);
   snprintf(aside, sizeof aside, "%s/aside", w.dirs[1]);
@@ -567,23 +567,23 @@ static void test_index_whose_numbers_cannot_be_is_refused(void) {
     { 8, 4, 2, "byte 8: another version" },
     { 12, 4, 0, "byte 12: the number of files is out of range" },
     { 12, 4, 257, "byte 12: the number of files is out of range" },
-    { 16, 8, 10000, "byte 16: its size does not agree" },
+    { 16, 8, 10000, "byte 16: the size of the file does not agree" },
     { 24, 8, 0, "byte 24: the size of a block is out of range" },
     { 24, 8, 8193, "byte 24: the size of a block is out of range" },
     { 24, 8, UINT64_C(1) << 63, "byte 24: the size of a block is out of range" },
     { 24, 8, UINT64_C(1) << 60, "byte 32: the number of blocks is out of range" },
     { 32, 4, UINT32_MAX, "byte 32: the number of blocks is out of range" },
     { 32, 4, 2, "byte 40: more blocks are kept than there are" },
-    { 36, 4, 1, "byte 36: not 0" },
-    { 40, 4, 4, "byte 16: its size does not agree" },
+    { 36, 4, 1, "byte 36: a reserved field is not 0" },
+    { 40, 4, 4, "byte 16: the size of the file does not agree" },
     { 40, 4, UINT32_MAX, "byte 40: more blocks are kept than there are" },
-    { 44, 4, 2, "byte 44: neither 0 nor 1" },
+    { 44, 4, 2, "byte 44: the flag of checksums is neither 0 nor 1" },
     { 44, 4, 0, "byte 100: an entry has a checksum, but the index says that none has" },
-    { 48, 8, 10, "byte 16: its size does not agree" },
+    { 48, 8, 10, "byte 16: the size of the file does not agree" },
     { 48, 8, UINT64_MAX - 80, "byte 48: the blob is too long" },
-    { 56, 8, 0, "byte 56: the number of the commit is 0" },
+    { 56, 8, 0, "byte 56: the number of the checkpoint is 0" },
     { 64, 8, 0, "byte 88: the generation is out of range" },
-    { 72, 8, 1, "byte 72: not 0" },
+    { 72, 8, 1, "byte 72: a reserved field is not 0" },
     { 88, 8, 0, "byte 88: the generation is out of range" },
     { 88, 8, 2, "byte 88: the generation is out of range" },
     { 96, 4, 12, "byte 96: there is no such block" },

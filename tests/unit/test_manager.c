@@ -208,7 +208,7 @@ static void test_an_arena_is_not_destroyed_in_the_middle_of_a_release(void) {
 /* ---- limits of a chunk's users */
 static void test_the_last_user_that_a_chunk_can_have_is_its_last(void) {
   gmi_chunk_t c;
-  gmi_chunk_init(&c, 0, 0);
+  gmi_chunk_init(&c, 0, 0, false);
   atomic_store(&c.word_, GMI_CHUNK_USERS - 1);
   CHECK(!gmi_chunk_hold_device(NULL, &c, GEMINI_READ));
   CHECK_EQ(atomic_load(&c.word_), GMI_CHUNK_USERS);
@@ -299,6 +299,32 @@ static void test_a_batch_that_the_device_refuses_does_not_blame_the_budget(void)
   world_close(&w);
 }
 
+/* ---- the end of all handles: of the one place that is free, every number has had all generations */
+static void test_manager_without_a_handle_left_is_told_from_too_many(void) {
+  enum { TAKEN = GMI_MANAGERS - 1 };
+  gmi_manager_t *taken[TAKEN + 1];
+  gemini_config_t c = world_config(2, 2, 0);
+  gemini_manager_t mgr = NULL;
+  bool full = true;
+  for (int i = 0; i <= TAKEN; i++) { /* managers that are nothing but handles */
+    CHECK((taken[i] = calloc(1, sizeof *taken[i])));
+    if (i < TAKEN) CHECK(gmi_manager_enter(taken[i], &full));
+  }
+  uint32_t given = 0;
+  for (; gmi_manager_enter(taken[TAKEN], &full); given++) {
+    taken[TAKEN]->identity.generation_before = GMI_TENSOR_GENERATIONS;
+    gmi_manager_leave(taken[TAKEN]);
+  }
+  CHECK(!full && given >= SERIALS - 8); /* earlier tests have used some up */
+  CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "this process has used all handles");
+  CHECK(!mgr);
+  for (int i = 0; i < TAKEN; i++) gmi_manager_leave(taken[i]);
+  for (int i = 0; i <= TAKEN; i++) free(taken[i]);
+  world_t w = world_open(c);
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
@@ -308,5 +334,6 @@ int main(void) {
   RUN(test_a_free_while_the_manager_closes_is_counted);
   RUN(test_the_first_failure_of_asynchronous_work_is_reported);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
+  RUN(test_manager_without_a_handle_left_is_told_from_too_many);
   return check_done();
 }

@@ -129,11 +129,11 @@ static void test_norm_that_could_not_be_waited_for_leaves_its_memory_over(void) 
   mute.stream.reached = not_reached;
   double found = -1;
   CHECK_OK(norm(&w, &found));
-  CHECK(!m->leftovers); /* it was waited for */
+  CHECK(!m->device.leftovers); /* it was waited for */
   m->device.ops = &mute;
   CHECK_EQ(norm(&w, &found), GEMINI_ERR_DEVICE);
   m->device.ops = real;
-  CHECK(m->leftovers && !m->leftovers->next);
+  CHECK(m->device.leftovers && !m->device.leftovers->next);
   CHECK_OK(norm(&w, &found));
   CHECK(found == expected());
   finish(&w);

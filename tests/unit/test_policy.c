@@ -133,52 +133,52 @@ static void instance_training(instance_t *i, uint32_t layers, uint32_t frames, b
 
 /* ---- the checker ---- */
 
-typedef struct step {
+typedef struct stage {
   uint32_t op, piece;
-} step_t;
+} stage_t;
 
-static uint32_t list_steps(const gmi_plan_input_t *in, const gmi_plan_t *plan, step_t *steps) {
+static uint32_t list_stages(const gmi_plan_input_t *in, const gmi_plan_t *plan, stage_t *stages) {
   uint32_t count = 0;
   for (uint32_t op = 0; op < in->op_count; op++) {
-    steps[count++] = (step_t){ op, GMI_NO_PIECE };
+    stages[count++] = (stage_t){ op, GMI_NO_PIECE };
     for (uint32_t p = 0; p < in->piece_count; p++)
-      if (in->pieces[p].after_op == op && plan->piece_on_device[p]) steps[count++] = (step_t){ op, p };
+      if (in->pieces[p].after_op == op && plan->piece_on_device[p]) stages[count++] = (stage_t){ op, p };
   }
   return count;
 }
-static uint32_t find_step(const step_t *steps, uint32_t count, uint32_t op, uint32_t piece) {
+static uint32_t find_stage(const stage_t *stages, uint32_t count, uint32_t op, uint32_t piece) {
   for (uint32_t j = 0; j < count; j++)
-    if (steps[j].op == op && steps[j].piece == piece) return j;
-  fprintf(stderr, "no step is piece %u of op %u, which a move names\n", piece, op);
+    if (stages[j].op == op && stages[j].piece == piece) return j;
+  fprintf(stderr, "no stage is piece %u of op %u, which a move names\n", piece, op);
   exit(1);
 }
-/* 0: the step does not use the chunk; else GMI_ACCESS_*. */
-static uint32_t step_mode(const gmi_plan_input_t *in, step_t step, uint32_t chunk) {
-  if (step.piece != GMI_NO_PIECE) {
-    for (uint32_t k = in->pieces[step.piece].chunk_first; k < in->pieces[step.piece + 1].chunk_first; k++)
+/* 0: the stage does not use the chunk; else GMI_ACCESS_*. */
+static uint32_t stage_mode(const gmi_plan_input_t *in, stage_t stage, uint32_t chunk) {
+  if (stage.piece != GMI_NO_PIECE) {
+    for (uint32_t k = in->pieces[stage.piece].chunk_first; k < in->pieces[stage.piece + 1].chunk_first; k++)
       if (in->piece_chunks[k] == chunk) return GMI_ACCESS_READ | GMI_ACCESS_WRITE;
     return 0;
   }
-  for (uint32_t x = in->ops[step.op].access_first; x < in->ops[step.op + 1].access_first; x++)
+  for (uint32_t x = in->ops[stage.op].access_first; x < in->ops[stage.op + 1].access_first; x++)
     if (in->accesses[x].chunk == chunk) return in->accesses[x].mode;
   return 0;
 }
 static bool is_pinned(const gmi_plan_input_t *in, uint32_t w) {
   return in->chunk_pinned != NULL && in->chunk_pinned[w];
 }
-/* Does a host piece take this chunk right behind this step? */
-static bool is_taken(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count,
+/* Does a host piece take this chunk right behind this stage? */
+static bool is_taken(const gmi_plan_input_t *in, const gmi_plan_t *plan, const stage_t *stages, uint32_t count,
                      uint32_t j, uint32_t chunk) {
-  if (j + 1 < count && steps[j + 1].op == steps[j].op) return false;
+  if (j + 1 < count && stages[j + 1].op == stages[j].op) return false;
   for (uint32_t p = 0; p < in->piece_count; p++) {
-    if (plan->piece_on_device[p] || in->pieces[p].after_op != steps[j].op) continue;
+    if (plan->piece_on_device[p] || in->pieces[p].after_op != stages[j].op) continue;
     for (uint32_t k = in->pieces[p].chunk_first; k < in->pieces[p + 1].chunk_first; k++)
       if (in->piece_chunks[k] == chunk) return true;
   }
   return false;
 }
 
-static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, const stage_t *stages, uint32_t count) {
   CHECK_EQ(plan->op_count, in->op_count);
   CHECK_EQ(plan->chunk_count, in->chunk_count);
   CHECK_EQ(plan->piece_count, in->piece_count);
@@ -193,8 +193,8 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
       const gmi_plan_move_t *move = &plan->fetches[f];
       CHECK_EQ(move->op, op);
       CHECK_EQ(move->flags, 0);
-      int64_t at = find_step(steps, count, op, move->piece),
-              use = find_step(steps, count, move->use_op, move->use_piece);
+      int64_t at = find_stage(stages, count, op, move->piece),
+              use = find_stage(stages, count, move->use_op, move->use_piece);
       CHECK(at >= before); /* in order of issue */
       before = at;
       if (use < at) use += count;
@@ -202,8 +202,8 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
       if (first_use < 0) first_use = use;
       last_use = use;
       CHECK(use < first_use + count || (use == first_use + count));
-      CHECK(step_mode(in, steps[use % count], move->chunk) != 0);
-      for (int64_t j = at; j < use; j++) CHECK_EQ(step_mode(in, steps[j % count], move->chunk), 0);
+      CHECK(stage_mode(in, stages[use % count], move->chunk) != 0);
+      for (int64_t j = at; j < use; j++) CHECK_EQ(stage_mode(in, stages[j % count], move->chunk), 0);
     }
   }
   uint64_t dirty = 0, devices = 0;
@@ -213,15 +213,15 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
       const gmi_plan_move_t *move = &plan->evicts[e];
       CHECK_EQ(move->op, op);
       CHECK_EQ(move->use_op, 0);
-      int64_t at = find_step(steps, count, op, move->piece);
+      int64_t at = find_stage(stages, count, op, move->piece);
       CHECK(at >= before);
       before = at;
-      CHECK(step_mode(in, steps[at], move->chunk) != 0); /* right behind the last use */
+      CHECK(stage_mode(in, stages[at], move->chunk) != 0); /* right behind the last use */
       dirty += (move->flags & GMI_EVICT_DIRTY) != 0;
       bool taken = false;
       for (uint32_t j = (uint32_t)at; !taken; j = (j + 1) % count) {
-        taken = is_taken(in, plan, steps, count, j, move->chunk);
-        if (step_mode(in, steps[(j + 1) % count], move->chunk) != 0) break;
+        taken = is_taken(in, plan, stages, count, j, move->chunk);
+        if (stage_mode(in, stages[(j + 1) % count], move->chunk) != 0) break;
       }
       CHECK_EQ((move->flags & GMI_EVICT_FOR_UPDATE) != 0, taken);
     }
@@ -239,7 +239,7 @@ static void check_shape(const gmi_plan_input_t *in, const gmi_plan_t *plan, cons
 }
 
 /* Follows the plan's moves over three iterations. In the first, what was written before it is not known. */
-static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, const stage_t *stages, uint32_t count) {
   uint8_t resident[MAX_CHUNKS], dirty[MAX_CHUNKS];
   memcpy(resident, plan->resident_at_start, in->chunk_count);
   memset(dirty, 0, sizeof dirty);
@@ -250,24 +250,24 @@ static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, con
   for (uint32_t iteration = 0; iteration < 3; iteration++) {
     uint32_t f = 0, e = 0;
     for (uint32_t j = 0; j < count; j++) {
-      for (; f < plan->fetch_count && plan->fetches[f].op == steps[j].op && plan->fetches[f].piece == steps[j].piece;
+      for (; f < plan->fetch_count && plan->fetches[f].op == stages[j].op && plan->fetches[f].piece == stages[j].piece;
            f++) {
         uint32_t w = plan->fetches[f].chunk;
         CHECK(!resident[w] && !plan->stays[w] && !is_pinned(in, w));
         resident[w] = 1, dirty[w] = 0;
       }
       for (uint32_t w = 0; w < in->chunk_count; w++) {
-        uint32_t mode = step_mode(in, steps[j], w);
+        uint32_t mode = stage_mode(in, stages[j], w);
         if (mode == 0) continue;
         if (!resident[w]) CHECK((mode & GMI_ACCESS_FRESH) != 0 && !plan->stays[w]);
         resident[w] = 1;
         if ((mode & (GMI_ACCESS_WRITE | GMI_ACCESS_FRESH)) != 0) dirty[w] = 1;
       }
-      uint32_t taken = in->ops[steps[j].op].heap_frames;
+      uint32_t taken = in->ops[stages[j].op].heap_frames;
       for (uint32_t w = 0; w < in->chunk_count; w++) taken += resident[w];
       CHECK(taken <= in->frame_count);
-      for (; e < plan->evict_first[in->op_count] && plan->evicts[e].op == steps[j].op &&
-             plan->evicts[e].piece == steps[j].piece;
+      for (; e < plan->evict_first[in->op_count] && plan->evicts[e].op == stages[j].op &&
+             plan->evicts[e].piece == stages[j].piece;
            e++) {
         uint32_t w = plan->evicts[e].chunk;
         CHECK(resident[w] && !plan->stays[w] && !is_pinned(in, w));
@@ -275,7 +275,7 @@ static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, con
         resident[w] = 0, dirty[w] = 0;
       }
       for (uint32_t w = 0; w < in->chunk_count; w++)
-        if (is_taken(in, plan, steps, count, j, w)) CHECK(!resident[w] || is_pinned(in, w));
+        if (is_taken(in, plan, stages, count, j, w)) CHECK(!resident[w] || is_pinned(in, w));
     }
     CHECK_EQ(f, plan->fetch_count);
     CHECK_EQ(e, plan->evict_first[in->op_count]);
@@ -288,16 +288,16 @@ static void check_replay(const gmi_plan_input_t *in, const gmi_plan_t *plan, con
   }
 }
 
-static void check_next_use(const gmi_plan_input_t *in, const gmi_plan_t *plan, const step_t *steps, uint32_t count) {
+static void check_next_use(const gmi_plan_input_t *in, const gmi_plan_t *plan, const stage_t *stages, uint32_t count) {
   for (uint32_t op = 0; op < in->op_count; op++) {
-    uint32_t begin = find_step(steps, count, op, GMI_NO_PIECE);
+    uint32_t begin = find_stage(stages, count, op, GMI_NO_PIECE);
     for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
       uint32_t w = in->accesses[x].chunk, expected = UINT32_MAX;
       for (uint32_t j = begin; j < begin + count; j++) {
-        if (is_taken(in, plan, steps, count, j % count, w) && !is_pinned(in, w)) break;
+        if (is_taken(in, plan, stages, count, j % count, w) && !is_pinned(in, w)) break;
         uint32_t next = j + 1;
-        if (step_mode(in, steps[next % count], w) == 0) continue;
-        expected = steps[next % count].op + (next >= count ? in->op_count : 0);
+        if (stage_mode(in, stages[next % count], w) == 0) continue;
+        expected = stages[next % count].op + (next >= count ? in->op_count : 0);
         break;
       }
       CHECK_EQ(plan->next_use[x], expected);
@@ -320,11 +320,11 @@ static void check_piece_use(const gmi_plan_input_t *in, const gmi_plan_t *plan) 
 }
 
 static void check_plan(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
-  step_t steps[MAX_OPS + MAX_PIECES];
-  uint32_t count = list_steps(in, plan, steps);
-  check_shape(in, plan, steps, count);
-  check_replay(in, plan, steps, count);
-  check_next_use(in, plan, steps, count);
+  stage_t stages[MAX_OPS + MAX_PIECES];
+  uint32_t count = list_stages(in, plan, stages);
+  check_shape(in, plan, stages, count);
+  check_replay(in, plan, stages, count);
+  check_next_use(in, plan, stages, count);
   check_piece_use(in, plan);
 }
 
@@ -338,13 +338,13 @@ static void make(const gmi_plan_input_t *in, gmi_plan_t *plan) {
 
 #define TINY_CHUNKS 5
 
-/* The fewest fetches an iteration, over every way to fill the frames in every step: for each set resident at the
+/* The fewest fetches an iteration, over every way to fill the frames in every stage: for each set resident at the
  * begin, the cheapest way to come back to it. */
 static uint64_t exhaustive(const gmi_plan_input_t *in, const uint8_t *on_device) {
   enum { SETS = 1 << TINY_CHUNKS };
   gmi_plan_t placed = { .piece_on_device = (uint8_t *)(uintptr_t)on_device };
-  step_t steps[MAX_OPS + MAX_PIECES];
-  uint32_t count = list_steps(in, &placed, steps), sets = 1u << in->chunk_count, pinned = 0;
+  stage_t stages[MAX_OPS + MAX_PIECES];
+  uint32_t count = list_stages(in, &placed, stages), sets = 1u << in->chunk_count, pinned = 0;
   uint64_t best = UINT64_MAX;
   CHECK(in->chunk_count <= TINY_CHUNKS);
   for (uint32_t w = 0; w < in->chunk_count; w++) pinned |= (uint32_t)is_pinned(in, w) << w;
@@ -354,12 +354,12 @@ static uint64_t exhaustive(const gmi_plan_input_t *in, const uint8_t *on_device)
     for (uint32_t j = 0; j < count; j++) {
       uint32_t need = pinned, fresh = 0, leave = 0;
       for (uint32_t w = 0; w < in->chunk_count; w++) {
-        uint32_t mode = step_mode(in, steps[j], w);
+        uint32_t mode = stage_mode(in, stages[j], w);
         need |= (uint32_t)(mode != 0) << w;
         fresh |= (uint32_t)((mode & GMI_ACCESS_FRESH) != 0) << w;
-        leave |= (uint32_t)(is_taken(in, &placed, steps, count, j, w) && !is_pinned(in, w)) << w;
+        leave |= (uint32_t)(is_taken(in, &placed, stages, count, j, w) && !is_pinned(in, w)) << w;
       }
-      int64_t frames = (int64_t)in->frame_count - in->ops[steps[j].op].heap_frames;
+      int64_t frames = (int64_t)in->frame_count - in->ops[stages[j].op].heap_frames;
       for (uint32_t s = 0; s < sets; s++) after[s] = UINT64_MAX;
       for (uint32_t s = 0; s < sets; s++) {
         if (cost[s] == UINT64_MAX) continue;
@@ -784,7 +784,7 @@ static void test_simulate_random_instances_equal_events(void) {
     uint64_t length_ns, other_ns;
     if (n % 4 == 0) {
       instance_random(&i, &seed, &shape, 8);
-    } else { /* steps whose updates lag; some take a chunk of their neighbour's as well */
+    } else { /* training steps whose updates lag; some take a chunk of their neighbour's as well */
       uint32_t layers = 2 + below(&seed, 6);
       instance_training(&i, layers, 2 + below(&seed, 2 * layers), false);
       for (uint32_t op = 0; op < i.input.op_count; op++) i.ops[op].compute_ns = below(&seed, 500);
@@ -930,7 +930,7 @@ static void test_simulate_foreign_plan_is_refused(void) {
   i.input.placement = GEMINI_PLACEMENT_CPU;
   make(&i.input, &plan);
   CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
-  plan.fetches[0].use_piece = 0; /* on the host: no step */
+  plan.fetches[0].use_piece = 0; /* on the host: no stage */
   CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_ERR_INVALID);
   gmi_plan_free(&plan);
 }

@@ -320,7 +320,7 @@ static void test_a_plan_counts_frames_and_copies(void) {
     CHECK_STATUS(gemini_acquire(o.w.mgr, two, 2, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_DEVICE);
     CHECK_SAYS(world_error().message,
                "65536 more bytes of device memory are needed: of the budget 262144 less margin 0, "
-               "chunks acquired hold 65536, pinned 0, graphs 0, non-model memory 196608");
+               "chunks acquired hold 65536, pinned 0, gathered 0, graphs 0, non-model memory 196608");
     for (int i = 0; i < 3; i++) {
       for (uint64_t at = 0; at < W; at++) CHECK(((uint8_t *)blocks[i])[at] == i + 1);
       CHECK_OK(gemini_free(o.w.mgr, blocks[i], GEMINI_STREAM_CALLER));
@@ -410,7 +410,7 @@ static void test_a_checkpoint_is_taken_up_with_its_own_sizes_only(void) {
       gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "one", 0, 0);
       world_tensor(&w, arena, "t", (uint64_t)CHUNKS * W);
       CHECK_STATUS(gemini_resume(w.mgr), GEMINI_ERR_FORMAT);
-      CHECK_SAYS(world_error().message, "the checkpoint has chunks of 65536 bytes, of which blocks hold");
+      CHECK_SAYS(world_error().message, "the checkpoint has chunks of 65536 bytes, of which a block holds");
       world_close(&w);
     }
     c.chunk_bytes = W;

@@ -435,8 +435,8 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   CHECK_EQ(gemini_update_walk_check(&u), GEMINI_ERR_INVALID);
   CHECK_SAYS(message(), "walk has failed before");
 
-  REFUSED(w.adamws = NULL, "want one of adamws and sgds");
-  REFUSED(w.sgds = bad.sgds, "want one of adamws and sgds");
+  REFUSED(w.adamws = NULL, "want exactly one of adamws and sgds");
+  REFUSED(w.sgds = bad.sgds, "want exactly one of adamws and sgds");
   REFUSED(w.rule_count = 0, "rule_count is 0");
   REFUSED(bad.adamws[1].lr = -1, "adamws[1]: lr is -1");
   REFUSED(bad.adamws[2].step = 0, "adamws[2]: step is 0");

@@ -12,7 +12,19 @@ import os
 import pathlib
 import sys
 import typing
-from ctypes import POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char,
+    c_char_p,
+    c_double,
+    c_int32,
+    c_int64,
+    c_ssize_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 OK = 0
 STATUS = {
@@ -31,6 +43,7 @@ STATUS = {
     -13: "UNSUPPORTED",
     -14: "DEVICE",
     -15: "PENDING",
+    -16: "PEER",
 }
 STREAM_CALLER = 0
 TIER_DEVICE, TIER_HOST, TIER_FILE = 0, 1, 2
@@ -45,6 +58,8 @@ PHASE_NONE, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE = range(4)
 READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
 UPDATE_LATE = 1
+TRANSPORT_SHARED = 0
+ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
 REASONS = ("demand", "plan", "pressure", "caller", "update")
@@ -115,6 +130,9 @@ class ArenaConfig(_Sized):
         ("name", c_char_p),
         ("like", c_uint64),
         ("reuse", c_uint64),
+        ("group", c_uint64),
+        ("zero_stage", c_uint32),
+        ("dtype", c_uint32),
     ]
 
 
@@ -243,6 +261,61 @@ class LinkStats(_Sized):
     ] + [(name, c_uint64) for name in ("bw_bytes_per_s", "moved_bytes", "moved_chunks")]
 
 
+class GroupId(ctypes.Structure):
+    _fields_ = [("bytes", c_uint8 * 512)]
+
+
+AllGatherFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_char_p)
+BroadcastFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_uint32, c_void_p, c_char_p)
+ReduceScatterFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_uint32, c_void_p, c_char_p)
+AllReduceFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_uint32, c_void_p, c_char_p)
+ExchangeFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_char_p)
+PollFn = ctypes.CFUNCTYPE(c_int32, c_void_p)
+AbortFn = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
+
+
+class Comm(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("user", c_void_p),
+        ("all_gather", AllGatherFn),
+        ("broadcast", BroadcastFn),
+        ("reduce_scatter", ReduceScatterFn),
+        ("all_reduce", AllReduceFn),
+        ("exchange", ExchangeFn),
+        ("poll", PollFn),
+        ("abort", AbortFn),
+    ]
+
+
+class GroupConfig(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("flags", c_uint32),
+        ("rank", c_uint32),
+        ("ranks", c_uint32),
+        ("id", POINTER(GroupId)),
+        ("deadline_ns", c_uint64),
+        ("nccl_comms", POINTER(c_void_p)),
+        ("comms", POINTER(POINTER(Comm))),
+    ]
+
+
+class GroupStats(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rank", c_uint32),
+        ("ranks", c_uint32),
+        ("reserved", c_uint32),
+        ("gathered_chunks", c_uint64),
+        ("gathered_bytes", c_uint64),
+        ("reduced_chunks", c_uint64),
+        ("fetched_bytes", c_uint64),
+        ("stored_bytes", c_uint64),
+    ]
+
+
 class TopologyObject(_Sized):
     _fields_: typing.ClassVar[typing.Any] = [
         (name, c_uint32) for name in ("struct_size", "kind", "system_index", "node", "cpus", "reserved")
@@ -311,7 +384,7 @@ class UpdateWalk(_Sized):
 
 # ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
-_FUNCTIONS: dict[str, list[typing.Any]] = {  # name: arguments; all return a status but those below
+_FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each returns a status, except those below
     "last_error": [POINTER(ErrorInfo)],
     "error_set": [POINTER(ErrorInfo)],
     "manager_open": [POINTER(Config), POINTER(_M)],
@@ -364,6 +437,12 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: arguments; all return a sta
     "hook_set": [_M, _U32],
     "hook_clear": [_M],
     "hook_forget": [_M, c_void_p],
+    "group_id_make": [_U32, _U32, POINTER(GroupId)],
+    "group_open": [_M, POINTER(GroupConfig), POINTER(_H)],
+    "group_close": [_M, _H],
+    "group_exchange": [_M, _H, c_void_p, _U64, c_void_p],
+    "group_stats": [_M, _H, POINTER(GroupStats)],
+    "slice_next": [_M, POINTER(Access), _U64, POINTER(_U64), POINTER(_U64)],
     "topology_open": [c_char_p, POINTER(_H)],
     "topology_close": [_H],
     "topology_count": [_H, _U32, POINTER(_U32)],
@@ -456,14 +535,15 @@ class UpdateLibrary(_Library):
     """libgemini_update.so; walk is the address of its gemini_update_fn."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.last_error = library().last_error  # which it is built on, and which must be loaded first
+        self.last_error = library().last_error  # libgemini.so must be loaded first: this one calls it
         super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
         self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 
 
 def find(name: str) -> pathlib.Path:
-    """The path of a library of ours: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
-    folders = [pathlib.Path(path) / "lib" for path in sys.modules["libgemini"].__path__]  # of an editable package: two
+    """The path of one of the libraries: in this package, or in a build that the environment names (LIBGEMINI_DIR)."""
+    # An editable package has two paths.
+    folders = [pathlib.Path(path) / "lib" for path in sys.modules["libgemini"].__path__]
     build = os.environ.get("LIBGEMINI_DIR")
     if build:
         folders = [pathlib.Path(build), pathlib.Path(build) / "bindings" / "update"]

@@ -91,7 +91,7 @@ def _code(table: dict[str, int], value: str | int, what: str) -> int:
 
 @contextlib.contextmanager
 def _ends(end: typing.Callable[[], object]) -> typing.Iterator[None]:
-    """Calls a function at the end. After an exception, one of the function's own does not take its place."""
+    """Calls a function when the block ends. If the block raised, that exception goes on, even if the function fails."""
     try:
         yield
     except BaseException:
@@ -137,7 +137,9 @@ class Range:
             GeminiError: The range is not acquired.
         """
         if self.address is None:
-            raise abi.GeminiError("the range is not acquired, so that its bytes may be elsewhere")
+            raise abi.GeminiError(
+                "the range is not acquired, and its bytes may be in another tier: use it within the with block"
+            )
         return buffer(self.address, self.size_bytes)
 
     def __repr__(self) -> str:
@@ -246,7 +248,7 @@ class Manager:
         self.handle = 0
         self._cuda = cuda
         self._calls = Calls(self.lib, cuda)
-        self._element_bytes: dict[int, int] = {}  # of the arenas, which the library does not tell
+        self._element_bytes: dict[int, int] = {}  # by arena: the C library has no call that returns it
         self.lib.manager_open(self.config, handle)
         self.handle = handle.value
         self._calls.handle = self.handle
@@ -287,7 +289,7 @@ class Manager:
             self.close()
         except abi.GeminiError as failed:
             if error is None or failed.status == "BUSY":
-                raise  # otherwise the block's own error says more
+                raise  # else the block's own error is raised: it says more
 
     def budget_set(self, tier: str, size: int | str) -> None:
         """Changes a tier's budget. Blocks while chunks leave a tier that shrinks.
@@ -311,6 +313,9 @@ class Manager:
         like: int = 0,
         reuse: int = 0,
         capacity: int | str = 0,
+        group: int = 0,
+        zero_stage: int = 0,
+        dtype: str | int = 0,
     ) -> int:
         """Reserves a range of device addresses, in which tensors never move. Bytes that nobody has written are zero.
 
@@ -321,6 +326,10 @@ class Manager:
             like: An arena whose layout in elements this one follows; 0: none.
             reuse: For "grad": an arena of parameters whose bytes the gradients take; 0: none.
             capacity: Bytes of addresses, which cost no memory. 0: the sum of the three budgets.
+            group: For "param": a group of ranks, over which the arena is sharded; 0: none.
+            zero_stage: With group: what ranks divide, abi.ZERO_STATES, ZERO_GRADIENTS or ZERO_PARAMS; 0: the library
+                chooses.
+            dtype: For "grad" that follows a sharded arena: "f32", "bf16", "f16" or "f64", in which ranks add.
 
         Returns:
             The arena's handle.
@@ -335,11 +344,123 @@ class Manager:
             like=like,
             reuse=reuse,
             name=name.encode() if name else None,
+            group=group,
+            zero_stage=zero_stage,
+            dtype=_code(DTYPES, dtype, "dtype"),
         )
         arena = ctypes.c_uint64()
         self.lib.arena_create(self.handle, config, arena)
         self._element_bytes[arena.value] = element_bytes or 1
         return arena.value
+
+    def group_id(self, ranks: int, transport: int = abi.TRANSPORT_SHARED) -> bytes:
+        """Makes the name of a new group of ranks. This process becomes rank 0, and brings the name to the others.
+
+        Args:
+            ranks: How many there will be.
+            transport: abi.TRANSPORT_SHARED: processes of one machine, on the simulated device.
+
+        Returns:
+            The name, for group_open() of every rank.
+
+        Raises:
+            GeminiError: There is no memory that processes can share, or a value is out of range.
+        """
+        out = abi.GroupId()
+        self.lib.group_id_make(transport, ranks, out)
+        return bytes(out.bytes)
+
+    def group_open(self, name: bytes, rank: int, ranks: int, deadline: float = 0.0) -> int:
+        """Joins a group. Blocks until all ranks have.
+
+        Args:
+            name: What group_id() of rank 0 has returned.
+            rank: Of this process, from 0.
+            ranks: How many there are.
+            deadline: Seconds that the library waits for a rank that makes no progress. 0: 10 seconds.
+
+        Returns:
+            The group's handle. It ends with the manager, or by group_close().
+
+        Raises:
+            GeminiError: Status "PEER": ranks are missing at the deadline; the message names them.
+        """
+        identity = abi.GroupId.from_buffer_copy(name)
+        config = abi.GroupConfig(rank=rank, ranks=ranks, id=ctypes.pointer(identity), deadline_ns=round(deadline * 1e9))
+        group = ctypes.c_uint64()
+        self.lib.group_open(self.handle, config, group)
+        return group.value
+
+    def group_close(self, group: int) -> None:
+        """Leaves a group.
+
+        Args:
+            group: The group; 0 is accepted.
+
+        Raises:
+            GeminiError: Status "BUSY": an arena is sharded over it.
+        """
+        self.lib.group_close(self.handle, group)
+
+    def group_exchange(self, group: int, mine: bytes | bytearray | memoryview, ranks: int) -> list[bytes]:
+        """Brings bytes of each rank to all ranks, which call it with the same number of bytes. Blocks until all have.
+
+        Args:
+            group: The group.
+            mine: Of this rank.
+            ranks: How many there are in the group.
+
+        Returns:
+            The bytes of each rank, in their order.
+
+        Raises:
+            GeminiError: Status "PEER": another rank has failed, or has not called it within the deadline.
+        """
+        size = len(mine)
+        out = ctypes.create_string_buffer(max(1, size * ranks))
+        self.lib.group_exchange(self.handle, group, bytes(mine), size, out)
+        return [out.raw[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
+    def group_stats(self, group: int) -> dict[str, int]:
+        """What a group has done so far.
+
+        Args:
+            group: The group.
+
+        Returns:
+            The fields of gemini_group_stats_t by name.
+
+        Raises:
+            GeminiError: Status "HANDLE": there is no such group.
+        """
+        stats = abi.GroupStats()
+        self.lib.group_stats(self.handle, group, stats)
+        names = [field[0] for field in stats._fields_]
+        return {name: getattr(stats, name) for name in names if name not in ("struct_size", "reserved")}
+
+    def slices(self, range: Range) -> list[tuple[int, int]]:
+        """The parts of a range that this rank keeps, which can be acquired on the host; of an arena that is not
+        sharded, all of it.
+
+        Args:
+            range: Its tier and mode do not matter.
+
+        Returns:
+            Where each part begins in the object, and its length, in bytes.
+
+        Raises:
+            GeminiError: The range is not within the object.
+        """
+        where = abi.Access(range.object, range.offset_bytes, range.size_bytes, abi.READ, abi.TIER_HOST, None)
+        at, end = range.offset_bytes, range.offset_bytes + range.size_bytes
+        offset, size, parts = ctypes.c_uint64(), ctypes.c_uint64(), []
+        while at < end:
+            self.lib.slice_next(self.handle, where, at, offset, size)
+            if not size.value:
+                break
+            parts.append((offset.value, size.value))
+            at = offset.value + size.value
+        return parts
 
     def arena_destroy(self, arena: int) -> None:
         """Drops an arena, its tensors and its bytes. Blocks until copies and updates that touch it are done.
@@ -1043,7 +1164,8 @@ class Manager:
 
         Raises:
             GeminiError: Status "NOT_FOUND": there is no checkpoint. "FORMAT": it is of other arenas or tensors.
-                "STATE": there is no checkpoint_name, or an arena holds bytes.
+                "STATE": there is no checkpoint_name, or an arena holds bytes, is acquired or pinned, or
+                waits for an update.
         """
         self.lib.resume(self.handle)
 

@@ -126,7 +126,7 @@ class Calls:
         if self.failure is not None:
             raise abi.GeminiError(
                 f"a function that was called by the library has raised {type(self.failure).__name__}: {self.failure}; "
-                "what it was to write is not what it should be",
+                "the bytes that it should have written are wrong",
                 "STATE",
             ) from self.failure
 
@@ -190,7 +190,7 @@ class Calls:
         return [number for number, one in list(_updates.items()) if one.owner is self and one.submitted]
 
     def _forget_done(self) -> None:
-        """Late updates that nobody has waited for are done when none is pending."""
+        """Forgets late updates that were done without a wait: they are all done when the library has none pending."""
         submitted = self._submitted()  # before the library is asked
         if submitted:
             stats = abi.Stats()
@@ -200,7 +200,7 @@ class Calls:
                     _updates.pop(number, None)
 
     def closed(self) -> None:
-        """The library calls none of the functions any more."""
+        """Forgets all functions: the manager is closed, and the library calls none of them any more."""
         self.handle = 0
         for number, (owner, _) in list(_calls.items()):
             if owner is self:

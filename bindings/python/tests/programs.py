@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 # What the library may refuse, as its words say: what the caller did has no effect then, and torch alone leaves the line
 # out. A refusal that is not here is a failure. docs/pytorch.md tells users of each.
 REFUSALS = (
-    r"was replaced by another tensor|came after libgemini\.torch\.prepare\(\): call that again",
+    r"was replaced by another tensor|was added after libgemini\.torch\.prepare\(\): call prepare\(\) again",
     r"would be moved or replaced",
     r"would give it other memory",
     r"the data of a gradient or of a view cannot be replaced",
@@ -62,9 +62,9 @@ REFUSALS = (
     r"a transform of torch\.func cannot take it|within a transform of torch\.func",
     r"over its bytes would not know when these are elsewhere",
     r"is another optimizer's, which was prepared later",
-    r"are two that share their bytes",
+    r"are two tensors that share their bytes",
     r"can be neither copied nor pickled",
-    r"the optimizer has a parameter, .*, that the model has not|"
+    r"the optimizer has a parameter, .*, that is not in the model|"
     r"is of an optimizer with parameter .* where this one has",
     r"is not one of the model's: make the optimizer from the model",
     r"bytes of device memory are needed",

@@ -79,7 +79,7 @@ def test_other_names_are_refused(kind):
 
 @pytest.mark.parametrize("kind", ["pool", "process"])
 def test_without_a_gpu_it_is_torch_s(session, kind):
-    with pytest.raises(ValueError, match=f"allocator is '{kind}', which is for a GPU"):
+    with pytest.raises(ValueError, match=f"allocator is '{kind}', which needs a GPU"):
         session("1MiB", allocator=kind)
     session("1MiB", allocator="torch")
     assert gm.session().allocator is None

@@ -241,7 +241,7 @@ def main():
             text=True,
             check=False,
             env={**__import__("os").environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-            timeout=240,
+            timeout=900,
         )
         print(case, "ok" if done.returncode == 0 else f"failed: {done.returncode}", flush=True)
         if done.returncode:

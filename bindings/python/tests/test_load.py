@@ -160,7 +160,7 @@ def main():
         environment[prefix + "MALLOC_CONF"] = settings
     command = [sys.executable, "-B", os.path.abspath(__file__), "--inner"] + sys.argv[1:]
     for env in [os.environ, environment]:
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100)
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)
         assert done.returncode == 0 and not done.stdout, (done.returncode, done.stdout.decode())
     print("python", sys.version.split()[0], "with gemini", sys.argv[3])
 

@@ -91,8 +91,8 @@ def test_parse_bytes_refuses_what_does_not_fit(value):
         ({"device_memory": "1MiB", "chunk_size": 1000}, "chunk_bytes is 1000, must be a power of two"),
         ({"device_memory": "1MiB", "file_memory": "1MiB"}, "file_dir is not set"),
         ({"device_memory": "1MiB", "device_ordinal": 7}, "device_ordinal is 7"),
-        ({"device_memory": "1MiB", "warmup_iterations": 1001}, "warmup_iterations is 1001, at most 1000"),
-        ({"device_memory": "1MiB", "update_threads": 257}, "update_threads is 257, at most 256"),
+        ({"device_memory": "1MiB", "warmup_iterations": 1001}, "warmup_iterations is 1001, must be at most 1000"),
+        ({"device_memory": "1MiB", "update_threads": 257}, "update_threads is 257, must be at most 256"),
         ({"device_memory": "1MiB", "placement": "static", "static_param_fraction": 2.0}, "static_param_fraction is 2"),
         (
             {"device_memory": "1MiB", "placement": "static", "static_optim_fraction": -1.0},
@@ -427,7 +427,7 @@ def test_ranges_are_checked(manager, arena):
         manager.range(arena, "modify")
     with pytest.raises(ValueError, match="tier is 'disk': want one of device, host, file"):
         manager.range(arena, tier="disk")
-    with pytest.raises(GeminiError, match="is not acquired, so that its bytes may be elsewhere"):
+    with pytest.raises(GeminiError, match="is not acquired, and its bytes may be in another tier"):
         whole.buffer()
     with pytest.raises(GeminiError, match="is not acquired") as error:
         manager.release(whole)

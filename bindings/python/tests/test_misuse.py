@@ -119,12 +119,48 @@ def test_exit_without_close():
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def test_an_optimizer_after_close(session):
+    for kind in (torch.optim.AdamW, sgd):
+        session("512KiB")
+        model = mlp()
+        model, optimizer = gm.prepare(model, kind(model.parameters()))
+        works(model, optimizer)
+        state = optimizer.state_dict()
+        states = optimizer.state[model[0].weight]
+        gm.close()
+        for use in (
+            optimizer.state_dict,
+            optimizer.step,
+            lambda optimizer=optimizer, state=state: optimizer.load_state_dict(state),
+            lambda states=states: [one.sum() for one in states.values() if one is not None and one.dim()],
+        ):
+            with pytest.raises(gm.GeminiError, match="the session was closed"):
+                use()
+        with pytest.raises(gm.GeminiError, match="the session was closed"):
+            model[0].weight._gm_place.read()
+
+
+def converted(model, how):
+    """half() under one of torch's settings of how a module's parameters are replaced."""
+    change = getattr(torch.__future__, f"set_{how}")
+    change(True)
+    try:
+        model.half()
+    finally:
+        change(False)
+
+
 # ---- parameters
 @pytest.mark.parametrize(
     "move",
     (
         lambda model: model.half(),
         lambda model: model.to(torch.bfloat16),
+        lambda model: model.to("meta"),
+        lambda model: model.to_empty(device="meta"),
+        lambda model: model.to_empty(device="cpu"),
+        lambda model: converted(model, "overwrite_module_params_on_conversion"),
+        lambda model: converted(model, "swap_module_params_on_conversion"),
         lambda model: setattr(model[0].weight, "data", torch.zeros(SIZE, SIZE)),
         lambda model: model[0].weight.requires_grad_(False).set_(torch.ones(SIZE)),
         lambda model: nn.utils.vector_to_parameters(torch.zeros(3 * SIZE * (SIZE + 1)), model.parameters()),
@@ -179,7 +215,9 @@ def test_came_later(session):
     session()
     model = gm.prepare(mlp())
     model.append(nn.Linear(SIZE, SIZE))
-    with pytest.raises(gm.GeminiError, match=r"parameter 3.weight came after .*prepare\(\): call that again"):
+    with pytest.raises(
+        gm.GeminiError, match=r"parameter 3.weight was added after .*prepare\(\): call prepare\(\) again"
+    ):
         model(torch.ones(1, SIZE))
     gm.prepare(model)
     works(model)
@@ -196,7 +234,7 @@ def test_what_cannot_be_a_parameter(session):
             gm.prepare(model)
     model = mlp()
     model[1].weight = nn.Parameter(model[0].weight.data)
-    with pytest.raises(gm.GeminiError, match="parameters 0.weight and 1.weight are two that share their bytes"):
+    with pytest.raises(gm.GeminiError, match="parameters 0.weight and 1.weight are two tensors that share their bytes"):
         gm.prepare(model)
     works(gm.prepare(mlp()))
 
@@ -296,6 +334,41 @@ def test_optimizer_twice(session):
     with pytest.raises(gm.GeminiError, match="this optimizer was prepared before"):
         gm.prepare(model, optimizer)
     works(model, optimizer)
+
+
+class Twice(nn.Parameter):
+    """A parameter that nn.Linear sees doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                args = [2 * arg if isinstance(arg, cls) else arg for arg in args]
+            return func(*args, **(kwargs or {}))
+
+
+def test_parameters_of_another_class(session):
+    """A trainable one would lose its class, and with it what it does; a frozen one stays with torch."""
+    session()
+    plain = mlp()
+    plain[1].weight = Twice(plain[1].weight.detach())
+    with pytest.raises(gm.GeminiError, match="parameter 1.weight is a Twice, which would lose its class"):
+        gm.prepare(plain)
+    plain[1].weight.requires_grad_(False)
+    expected = plain(torch.ones(2, SIZE)).detach()
+    model = gm.prepare(plain)
+    assert type(model[1].weight) is Twice
+    assert torch.equal(model(torch.ones(2, SIZE)), expected)
+    works(model, None)
+
+
+def test_parameters_without_a_shape(session):
+    session()
+    model = nn.Sequential(nn.LazyLinear(SIZE))
+    with pytest.raises(gm.GeminiError, match="parameter 0.weight has no shape yet: call the model once before"):
+        gm.prepare(model)
+    model(torch.ones(2, SIZE))
+    works(gm.prepare(model))
 
 
 def test_optimizer_that_made_steps(session):

@@ -312,7 +312,7 @@ print(peak(lambda: safetensors.torch.save_file(state, sys.argv[1])))
 def test_a_file_takes_memory_for_its_own_tensors_once(tmp_path):
     """128 MB of parameters in 32 layers: a state dict takes none, a file what its tensors take."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "a")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MEMORY, str(tmp_path / "a")], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     state, quarter, whole = map(int, done.stdout.split())

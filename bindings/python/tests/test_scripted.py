@@ -217,7 +217,7 @@ def test_a_scripted_module_larger_than_the_device_is_refused_by_name(session):
     model = nn.Sequential(nn.Linear(4, SIZE), torch.jit.script(nn.Sequential(*(Block() for _ in range(5)))))
     with pytest.raises(
         gm.GeminiError,
-        match=r"1 is compiled, scripted, or a unit.* \d+ bytes, of which the device may "
-        "hold 262144 .*script its blocks instead",
+        match=r"1 is compiled, scripted, or a unit.* \d+ bytes, device_memory is "
+        "262144;.*script its blocks instead",
     ):
         gm.prepare(model)

@@ -227,7 +227,7 @@ def test_a_process_that_is_spawned_gets_copies(session):
     queue = context.Queue()
     process = context.Process(target=child_of.sums, args=(queue, model, dict(model.state_dict())))
     process.start()
-    got = queue.get(timeout=60)
+    got = queue.get(timeout=600)
     process.join()
     assert process.exitcode == 0
     assert got == [param.sum().item() for param in model.parameters()] * 2

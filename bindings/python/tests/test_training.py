@@ -500,6 +500,37 @@ def test_gradients_are_tensors(session):
     alike(session, mlp, run)
 
 
+@pytest.mark.parametrize(
+    "write",
+    (
+        lambda grad: grad[0].zero_(),
+        lambda grad: grad[:3].fill_(2.0),
+        lambda grad: grad.narrow(0, 1, 2).copy_(torch.ones(2, SIZE)),
+        lambda grad: nn.init.zeros_(grad[1]),
+        lambda grad: grad.data[0].zero_(),
+        lambda grad: grad.as_strided((3,), (1,)).zero_(),
+        lambda grad: torch._foreach_zero_([grad[0]]),
+        lambda grad: grad.view(-1).zero_(),  # all of it
+    ),
+)
+@pytest.mark.parametrize("scale", (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01), None))
+def test_gradients_that_are_overwritten_in_part_keep_their_factor(session, write, scale):
+    """What clipping puts off applies to the part that is not overwritten."""
+
+    def run(model, optimizer):
+        square(model, 0).backward()
+        weight = model[1][0].weight
+        if scale:
+            scale(model)
+        else:
+            weight.grad.mul_(0.125)
+        write(weight.grad)
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    alike(session, mlp, run)
+
+
 def test_gradients_that_are_set_are_operators_of_their_own(session):
     """All of them are set in a row: by hand, and as PCGrad does (Yu et al., Gradient Surgery for Multi-Task Learning,
     2020). The device holds a part of them."""

@@ -158,7 +158,7 @@ def test_unit_larger_than_the_device_is_refused_by_name():
     model.blocks[1].compile(backend="eager")
     start(model, 0.06)
     size = sum(param.numel() for param in model.blocks[1].parameters()) * 4
-    with pytest.raises(gm.GeminiError, match=rf"blocks\.1 is compiled.* {size} bytes.*device may hold"):
+    with pytest.raises(gm.GeminiError, match=rf"blocks\.1 is compiled.* {size} bytes.*device_memory is"):
         gm.prepare(model)
 
 

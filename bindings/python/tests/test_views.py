@@ -229,7 +229,10 @@ def test_p4_a_parameter_that_is_a_view_of_a_managed_one(session, part):
     assert torch.allclose(model.weight.grad, plain.grad)
 
 
-SHARED = r"parameters \w+ and \w+ are two that share their bytes: let both modules have one, or clone\(\) one"
+SHARED = (
+    r"parameters \w+ and \w+ are two tensors that share their bytes: "
+    r"give both modules the same parameter, or clone\(\) one"
+)
 
 
 @pytest.mark.parametrize("part", (lambda w: w.data, lambda w: w.data[2:5], lambda w: w.detach()[:, 3:]))
@@ -275,7 +278,7 @@ def test_n5_two_parameters_of_other_classes_that_share_bytes_are_refused(session
     model.one, model.two = make(nn.Parameter(torch.randn(104, SIZE)))
     with pytest.raises(gm.GeminiError, match=SHARED):
         gm.prepare(model)
-    model.two = nn.Parameter(model.two.detach().clone())
+    model.one, model.two = (nn.Parameter(param.detach().clone()) for param in (model.one, model.two))
     gm.prepare(model)
 
 
@@ -284,7 +287,7 @@ def test_n5_a_buffer_of_another_class_over_a_parameter_is_refused(session):
     model = nn.Linear(SIZE, SIZE)
     model.register_buffer("mask", model.weight.data.as_subclass(type("Mask", (torch.Tensor,), {})))
     with pytest.raises(
-        gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but not as .* clone\(\) one"
+        gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but is not .* clone\(\) one"
     ):
         gm.prepare(model)
 
@@ -883,7 +886,7 @@ def test_p7_a_buffer_that_cannot_stay_over_a_parameter_is_refused(session, make)
     model.weight = nn.Parameter(parameter)
     model.register_buffer("mask", buffer)
     with pytest.raises(
-        gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but not as .* clone\(\) one"
+        gm.GeminiError, match=r"buffer mask shares bytes with parameter weight, but is not .* clone\(\) one"
     ):
         gm.prepare(model)
     assert type(model.weight) is nn.Parameter and type(model.mask) is torch.Tensor
@@ -1024,7 +1027,8 @@ def test_p9_a_parameter_of_a_parameter(session):
     )
     model[0].other = other
     with pytest.raises(
-        gm.GeminiError, match="0.other and 0.weight are two that share|0.weight and 0.other are two that share"
+        gm.GeminiError,
+        match="0.other and 0.weight are two tensors that share|0.weight and 0.other are two tensors that share",
     ):
         gm.prepare(model)
     gm.close()
@@ -1281,3 +1285,47 @@ def test_p12_a_budget_that_is_too_small_for_a_step_is_said_before_it(session, re
     ]
     with pytest.raises(gm.GeminiError, match="bytes of device memory"):
         step(model)
+
+
+@pytest.mark.parametrize(
+    "make, dtype, operands",
+    [
+        (lambda params: torch.optim.SGD(params, 0.1), torch.float32, 2),
+        (lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), torch.float32, 2),
+        (lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), torch.bfloat16, 4),
+        (lambda params: torch.optim.RMSprop(params, momentum=0.5, centered=True), torch.float32, 2),
+        (torch.optim.Adamax, torch.float32, 3),
+        (torch.optim.Adamax, torch.bfloat16, 6),
+    ],
+)
+def test_a_budget_that_is_too_small_for_an_own_step_of_torch_is_said_before_it(session, recwarn, make, dtype, operands):
+    """operands: of the size of the parameter, which a function of the step uses at once."""
+    size = {torch.float32: 256, torch.bfloat16: 512}[dtype]
+    chunks = size * size * dtype.itemsize // CHUNK
+
+    def start(room):
+        gm.close()
+        del recwarn.list[:]
+        session(room * CHUNK)
+        model = nn.Linear(size, size, bias=False).to(dtype)
+        model, optimizer = gm.prepare(model, make(model.parameters()))
+        return model, optimizer, [str(one.message) for one in recwarn.list if "may fail" in str(one.message)]
+
+    def steps(model, optimizer):
+        for _ in range(3):
+            model(torch.ones(2, size, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer, said = start(operands * chunks)
+    assert not said
+    steps(model, optimizer)
+    model, optimizer, said = start(operands * chunks - 1)
+    name = type(optimizer.inner).__name__
+    assert said == [
+        f"device_memory leaves {(operands * chunks - 1) * CHUNK} bytes: a step that uses all of parameter weight at "
+        f"once, and updates it by {name} together with gradient or states, needs {operands * chunks * CHUNK}, in "
+        f"chunks of {CHUNK}, and may fail"
+    ]
+    with pytest.raises(gm.GeminiError, match="bytes of device memory"):
+        steps(model, optimizer)

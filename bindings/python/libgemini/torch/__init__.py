@@ -37,6 +37,7 @@ from . import (
     ddp as _ddp,
     model as _model,
     patches as _patches,
+    ranks as _ranks,
     report as _report,
     savers as _savers,
     tensors as _tensors,
@@ -87,7 +88,7 @@ def session() -> Session:
 
 
 def _watch(on: bool) -> None:
-    """What torch does not ask us about is replaced while there is a session."""
+    """Replaces, or puts back, the functions of torch that have no hook: they are replaced while there is a session."""
     if on:
         _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit)))
     else:
@@ -136,6 +137,9 @@ def init(
     file_engine: str = "auto",
     static_param_fraction: float = 0.0,
     static_optim_fraction: float = 0.0,
+    process_group: _typing.Any = None,
+    zero: int = 3,
+    deadline: float = 0.0,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -149,7 +153,8 @@ def init(
             "cpu": optimizer states stay on the host and are updated there. "static": the two static fractions decide.
         device_memory: Bytes of the device for parameters, gradients, optimizer states and, except with
             allocator="torch", all other tensors that torch allocates there.
-        host_memory: Bytes of page-locked host memory. 0: four fifths of what the process may still take.
+        host_memory: Bytes of page-locked host memory. 0: four fifths of what the process may still take, of which each
+            of several processes of a machine takes an equal part.
         file: A directory on a fast disk, or several with ":" between them, for what fits neither on the device nor on
             the host.
         file_memory: Bytes in these directories.
@@ -174,6 +179,11 @@ def init(
         static_param_fraction: For placement="static": the share of parameters that stays on the device, from 0 to 1.
         static_optim_fraction: For placement="static": the share of optimizer states that stays on the device, from 0
             to 1.
+        process_group: A process group of torch.distributed whose processes train one model together, each with a device
+            of its own; the budgets are those of one process. None: the default group, which is made if the script runs
+            under torchrun and has made none. All these processes have to call init().
+        zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too.
+        deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -188,6 +198,11 @@ def init(
         raise GeminiError("there is a session already: close() it first")
     cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
     _check_torch(cuda)
+    if zero not in (1, 2, 3):
+        raise GeminiError(f"zero is {zero}: want 1, 2 or 3", "INVALID")
+    process_group = _ranks.find(process_group)
+    if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
+        host_memory = _ranks.host_share(process_group)
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if device is None:
         device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
@@ -208,6 +223,9 @@ def init(
         file_engine=file_engine,
         static_param_fraction=static_param_fraction,
         static_optim_fraction=static_optim_fraction,
+        process_group=process_group,
+        zero=zero,
+        deadline=deadline,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)
@@ -278,11 +296,15 @@ def prepare(
         prepared_model.saving = _offload
     prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
     room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
-    for gradients, what, then in (
-        (False, "", "will fail"),
-        (True, ", and makes its gradient,", "has no plan, which makes it slow"),
-    ):
-        least, record = prepared_model.least_bytes(gradients)
+    needs: list[tuple[_typing.Any, str, str]] = [(lambda record: [record.place.dtype.itemsize], "", "will fail")]
+    if prepared is not None and hasattr(prepared.rule, "at_once"):
+        kind = type(prepared.inner).__name__
+        needs.append(
+            (prepared.rule.at_once, f", and updates it by {kind} together with gradient or states,", "may fail")
+        )
+    needs.append((None, ", and makes its gradient,", "has no plan, which makes it slow"))
+    for at_once, what, then in needs:
+        least, record = prepared_model.least_bytes(at_once)
         if least > room:
             _warnings.warn(
                 f"device_memory leaves {room} bytes: a step that uses all of parameter {record.name} at once{what} "
@@ -554,13 +576,13 @@ def close(force: bool = False) -> None:
         try:
             _current.close(force)
         finally:
-            if not _current.manager.handle:  # else it was refused, and nothing has changed
+            if not _current.manager.handle:  # closed; else close() was refused and changed nothing
                 _current = None
                 _watch(False)
 
 
 def _forked() -> None:
-    """The child has neither the threads nor the locks, and on a GPU nothing that would work."""
+    """Gives the session up in a forked child: it lacks the threads and the locks, and CUDA does not work there."""
     global _current
     if _current is not None:
         _current.forked()

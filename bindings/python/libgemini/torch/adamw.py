@@ -87,6 +87,9 @@ class AdamwRule:
     def step(self, groups):
         self.check_options(groups)
         group_of = groups_of(groups)
+        if self.session.ranks:
+            self.step_of_ranks(group_of)
+            return
         for arena, records in self.arenas.items():
             given = [record for record in records if record.given]
             for record in given:
@@ -96,6 +99,14 @@ class AdamwRule:
             finally:
                 for record in given:
                     record.drop()
+
+    def step_of_ranks(self, group_of):
+        """One update of each arena, of all its elements: those of a rank's slices."""
+        ranks = self.session.ranks
+        self.session.brackets.op_end()
+        present = ranks.present([record for records in self.arenas.values() for record in records])
+        for arena, records in self.arenas.items():
+            self.submit(arena, [record for record in records if record in present], group_of)
 
     # ---- updates in the backward pass
     def step_in_backward(self, groups):
@@ -121,8 +132,8 @@ class AdamwRule:
             for option in ("amsgrad", "maximize"):
                 if group.get(option):
                     raise GeminiError(
-                        f"group {number} of the optimizer has {option}={group[option]}, which it had not when it was "
-                        "prepared: make the optimizer with it, and prepare that"
+                        f"group {number} of the optimizer has {option}={group[option]}, which was not set when the "
+                        "optimizer was prepared: make an optimizer with it, and prepare that one"
                     )
 
     def groups_changed(self, groups):
@@ -169,7 +180,8 @@ class AdamwRule:
         if not ready:
             return
         itemsize = ready[0].place.dtype.itemsize
-        start = ready[0].place.offset // itemsize
+        ranks = self.session.ranks
+        start = 0 if ranks else ready[0].place.offset // itemsize
         rules: dict[typing.Any, int] = {}
         ranges, at = [(start, abi.UPDATE_SKIP)] if start else [], start
         for record in ready:
@@ -185,6 +197,9 @@ class AdamwRule:
                 ranges[-1] = at, rule
             else:
                 ranges.append((at, rule))
+        end = ranks.elements(arena, itemsize) if ranks else at
+        if end > at:
+            ranges, at = [*ranges, (end, abi.UPDATE_SKIP)], end
         whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
         self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
         for record in ready:  # the library has accepted the update

@@ -46,7 +46,7 @@ def choose(kind, cuda):
         raise ValueError(f"allocator is {kind!r}: want one of {', '.join(KINDS)}")
     if not cuda:
         if kind not in (None, "torch"):
-            raise ValueError(f"allocator is {kind!r}, which is for a GPU: the session's device is none")
+            raise ValueError(f"allocator is {kind!r}, which needs a GPU: the session runs on the CPU (want torch)")
         return "torch"
     if _process:
         if kind not in (None, "process"):

@@ -116,9 +116,14 @@ class Place:
         self.dtype = dtype
         self.size_bytes = self.shape.numel() * dtype.itemsize
         self.name = name
-        self.address = session.arenas.arena_base(arena) + offset
-        self.tensor = wrap(self.address, self.shape, dtype, session.device, stride)
+        base = session.arenas.arena_base(arena)
+        self.address = base + offset if base else 0  # 0: it has no address on the device
+        self.tensor = self.make_tensor(stride)
         self.stride = tuple(self.tensor.stride())  # in elements; dense
+
+    def make_tensor(self, stride: typing.Sequence[int] | None) -> torch.Tensor:
+        """Makes the tensor over the address."""
+        return wrap(self.address, self.shape, self.dtype, self.session.device, stride)
 
     def __del__(self):
         """Queues the range for reuse.
@@ -178,6 +183,7 @@ class Place:
             The first element of a piece, and a CPU tensor of one dimension over the piece, valid until the next
             one.
         """
+        self.session.refuse_closed(self.name)
         end = self.elements if end is None else end
         step = PIECE_BYTES // self.dtype.itemsize
         if self.session.backward.held and not in_backward():
@@ -199,6 +205,7 @@ class Place:
         Yields:
             The first element of a piece, and a tensor of one dimension over the piece, valid until the next one.
         """
+        self.session.refuse_closed(self.name)
         end = self.elements if end is None else end
         flat, step = self.tensor.as_strided((self.elements,), (1,)), piece_bytes // self.dtype.itemsize
         for first in range(begin, end, step):
@@ -234,6 +241,7 @@ class Place:
 
     def zero(self) -> None:
         """Makes all elements zero."""
+        self.session.refuse_closed(self.name)
         if self.elements:  # to the library, size 0 means all of the arena
             self.session.lib.zero(self.session.handle, ctypes.byref(self.access(0)))
 
@@ -254,6 +262,7 @@ class Arenas:
         self.handles: dict[tuple[str, torch.dtype, int], int] = {}  # by kind, dtype, and the arena it follows or 0
         self.bases: dict[int, tuple[int, int]] = {}  # by arena: its first address and its number
         self.spaces: dict[int, Space] = {}  # by arena: what is free of what was taken
+        self.sliced: set[int] = set()  # arenas that are divided among ranks
         # The ranges of deleted places: (arena, offset, size, object, storages).
         self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
 
@@ -264,14 +273,23 @@ class Arenas:
         """
         key = kind, dtype, like
         if key not in self.handles:
+            ranks = self.session.ranks
+            more: dict[str, int] = {}
+            if ranks and kind in ("param", "frozen"):
+                more = {"group": ranks.group, "zero_stage": ranks.stage}
+            elif ranks and kind == "grad":
+                more = {"dtype": DTYPES[dtype]}
             name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
             handle = self.session.manager.arena(
                 KINDS.get(kind, abi.KIND_OTHER),
                 name=name,
                 element_bytes=dtype.itemsize,
                 **{"reuse" if kind == "reused grad" else "like": like},
+                **more,
             )
             self.handles[key] = handle
+            if more or like in self.sliced:
+                self.sliced.add(handle)
             self.bases[handle] = self.session.manager.arena_info(handle).base, len(self.bases)
         return self.handles[key]
 
@@ -294,7 +312,11 @@ class Arenas:
         offset = self.spaces[arena].take(size, alignment) if arena in self.spaces else None
         if offset is None:
             offset = self.session.manager.take(arena, size)
-        return Place(self.session, arena, offset, shape, dtype, name, stride)
+        return self.place_type(arena)(self.session, arena, offset, shape, dtype, name, stride)
+
+    def place_type(self, arena: int) -> type[Place]:
+        """The class of places in an arena."""
+        return self.session.sliced_place if arena in self.sliced else Place
 
     def place_of(self, tensor: ManagedTensor, kind: str) -> Place:
         """Takes a new place and copies the values and strides of a managed tensor to it."""
@@ -342,7 +364,7 @@ class Arenas:
     def counterpart(self, place: Place, kind: str, dtype: torch.dtype) -> Place:
         """The place of the same elements in the arena of another kind, such as a parameter's gradient."""
         arena = self.arena(kind, dtype, place.arena)
-        other = Place(
+        other = self.place_type(arena)(
             self.session,
             arena,
             place.offset // place.dtype.itemsize * dtype.itemsize,

@@ -23,6 +23,20 @@ if typing.TYPE_CHECKING:
     from .tensors import Use
 
 
+class Landed:
+    """A gradient that autograd has made and that is not stored yet."""
+
+    __slots__ = ("record", "gradient", "stream", "version")
+
+    def __init__(self, record: Record, gradient: torch.Tensor, stream: int | None) -> None:
+        self.record = record
+        self.gradient = gradient
+        self.stream = stream  # which autograd made it on, as CUDA names it
+        # The version of the stored gradient before this one is added, which tells after an interrupt whether it was;
+        # -1: that has not begun.
+        self.version = -1
+
+
 class Backward:
     """The state of the backward pass that is running."""
 
@@ -31,9 +45,8 @@ class Backward:
         # What the function that the backward pass has reached has acquired, and on which stream.
         self.held: tuple[Use, int] | None = None
         self.task = -1  # autograd's number of the backward pass in progress
-        # (record, gradient, stream) of parameters of the function that the backward pass has reached; the stream is
-        # the one that autograd made the gradient on, as CUDA names it.
-        self.landed: list[tuple[Record, torch.Tensor, int | None]] = []
+        # Gradients of parameters of the function that the backward pass has reached.
+        self.landed: list[Landed] = []
 
     def begin(self) -> None:
         """Called by hooks of autograd. The first call in a backward pass begins its phase."""
@@ -45,8 +58,15 @@ class Backward:
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)
         for rule in self.session.rules:
             rule.forget_done()
-        if not any(record.has_grad for record in self.session.records):
+        if self.session.ranks:
+            self.session.ranks.backward_begins()
+        elif not self.landed and not any(record.has_grad for record in self.session.records):
             self.session.arenas.gradients_zero()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward pass is under way, or was ended by an exception, so that gradients may not be stored."""
+        return self.task != -1 or bool(self.landed)
 
     def operator(self, use: Use) -> None:
         """Autograd has reached the function of a use: acquires what it reads, until autograd reaches the next function.
@@ -81,20 +101,46 @@ class Backward:
 
         only: the record of one parameter, or None for all.
         """
-        landed = [one for one in self.landed if only is None or one[0] is only]
-        self.landed = [one for one in self.landed if only is not None and one[0] is not only]
-        for record, gradient, stream in landed:
-            if stream != self.session.holds.native_stream():  # where autograd made it
-                torch.cuda.current_stream(self.session.device).wait_stream(
-                    torch.cuda.ExternalStream(stream, self.session.device)
-                )
-                gradient.record_stream(torch.cuda.current_stream(self.session.device))
-            record.store(gradient, add=record.has_grad)
-        early = [record for record, *_ in landed if record in self.session.rule_of]
+        early: list[Record] = []
+        for one in [one for one in self.landed if only is None or one.record is only]:
+            self.store_one(one)
+            self.landed.remove(one)
+            if one.record in self.session.rule_of:
+                early.append(one.record)
         if early:
             self.session.brackets.op_end()
         for record in early:
             self.session.rule_of[record].landed(record)
+
+    def store_one(self, one: Landed) -> None:
+        """Stores a gradient, unless an interrupt came after that. If it fails, it can be called again."""
+        record, gradient, stored = one.record, one.gradient, one.record.grad_place.tensor
+        param = record.param
+        with internals.plain():
+            if param is not None and internals.get_grad(param) is gradient:  # an interrupt came before it was cleared
+                internals.set_grad(param, None)
+        if one.version not in (-1, internals.version(stored)):
+            record.has_grad, record.norm = True, None
+            return
+        if one.stream != self.session.holds.native_stream():  # where autograd made it
+            torch.cuda.current_stream(self.session.device).wait_stream(
+                torch.cuda.ExternalStream(one.stream, self.session.device)
+            )
+            gradient.record_stream(torch.cuda.current_stream(self.session.device))
+        if record.has_grad and record.grad_place.elements and not self.session.ranks:
+            record.settle(abi.READ_WRITE)  # which writes, too
+        one.version = internals.version(stored)
+        record.store(gradient.to_dense() if gradient.is_sparse else gradient, add=record.has_grad)
+
+    def queue(self, record: Record, gradient: torch.Tensor) -> None:
+        """Queues a gradient to be stored, unless it was queued before an interrupt."""
+        if not any(one.gradient is gradient for one in self.landed):
+            self.landed.append(Landed(record, gradient, self.session.holds.native_stream()))
+
+    def forget(self, record: Record) -> None:
+        """Forgets the gradients of a parameter that are not stored yet."""
+        if self.landed:
+            self.landed = [one for one in self.landed if one.record is not record]
 
     def land(self, record: Record) -> None:
         """Stores a gradient now that is needed before the backward pass has left its function, or after an exception
@@ -109,8 +155,10 @@ class Backward:
 
     def settle(self) -> None:
         """The backward pass is over, or an exception ended it. Releases what is held and ends the operator."""
-        self.task = -1
+        ends, self.task = self.task != -1, -1
         self.leave_function()
         self.session.brackets.op_end()
+        if ends and self.session.ranks:
+            self.session.ranks.backward_ends()
         for rule in self.session.rules:
             rule.backward_ends()

@@ -39,7 +39,7 @@ from .states import copies
 
 logger = logging.getLogger("libgemini")
 VERSION = 1
-MARK, TRAINING = "libgemini.json", "training.pt"
+MARK, TRAINING, SAVING = "libgemini.json", "training.pt", ".saving"
 OURS = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|training\.pt|libgemini\.json")
 
 
@@ -82,9 +82,18 @@ def _alone(folder):
     The lock is a separate file, as the folders exchange their names.
     """
     path = folder + ".saving.lock"
-    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    parent = os.path.dirname(folder)
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{parent}, where the checkpoint {os.path.basename(folder)} is to be, cannot be made", path
+        ) from error
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise OSError(error.errno, f"no checkpoint can be written to {parent}: {error.strerror}", path) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -151,7 +160,7 @@ def _replacing(folder):
     If the file system cannot exchange two names, the old folder is FOLDER.previous for a moment. After a kill at that
     moment load() and the next save() find it there.
     """
-    new, previous = folder + ".saving", folder + ".previous"
+    new, previous = folder + SAVING, folder + ".previous"
     with _alone(folder):
         if not os.path.exists(folder) and os.path.isdir(previous):
             os.rename(previous, folder)
@@ -242,7 +251,7 @@ def _parameter_names(optimizer, model):
     names = {id(param): name for name, param in model.named_parameters()}
     for record in optimizer.records:
         if id(record.param) not in names:
-            raise GeminiError(f"the optimizer has a parameter, {record.name}, that the model has not")
+            raise GeminiError(f"the optimizer has a parameter, {record.name}, that is not in the model")
     return [names[id(record.param)] for record in optimizer.records]
 
 
@@ -262,10 +271,24 @@ def _training_state(session, optimizer, model):
     rng = {"cpu": torch.get_rng_state()}
     if session.cuda:
         rng["cuda"] = torch.cuda.get_rng_state(session.device)
+    rngs = [rng]
+    if session.ranks:
+        rngs = [_unpickled(data) for data in session.ranks.exchange_any(_pickled(rng))]
     left = iter(names)
     groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
-    training = {"groups": groups, "small": small, "arena": arena, "rng": rng, "others": copies(optimizer.rule.others())}
+    training = {
+        "groups": groups,
+        "small": small,
+        "arena": arena,
+        "rng": rngs[0],
+        "rngs": rngs,  # of all ranks
+        "others": copies(optimizer.rule.others()),
+    }
     return tensors, training
+
+
+def _unpickled(data):
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _pickled(training):
@@ -283,14 +306,14 @@ def _pickled(training):
     return file.getvalue()
 
 
-def _write_shards(folder, stem, tensors, most_bytes, sums, progress):
+def _write_shards(folder, stem, tensors, most_bytes, sums, progress, ranks):
     shards = tensorfile.split(tensors, most_bytes)
     where = {}
     for number, shard in enumerate(shards, 1):
         file = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-        sums[file] = tensorfile.write(os.path.join(folder, file), shard, progress)
+        sums[file] = tensorfile.write(os.path.join(folder, file), shard, progress, ranks)
         where.update({name: file for name, _ in shard})
-    if len(shards) > 1:
+    if len(shards) > 1 and (ranks is None or ranks.rank == 0):
         _write_json(
             os.path.join(folder, f"{stem}.safetensors.index.json"),
             {"metadata": {"total_size": sum(_size(value) for _, value in tensors)}, "weight_map": where},
@@ -334,15 +357,28 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     states, training = _training_state(session, optimizer, model) if optimizer is not None else ([], {})
     data = _pickled({**training, "extra": extra})
     total = sum(_size(value) for _, value in weights + states)
-    with _replacing(folder) as new, Progress(f"saving {folder}", total, progress) as bar:
+    ranks = session.ranks
+    first, together = (True, contextlib.nullcontext) if ranks is None else (ranks.rank == 0, ranks.together)
+    # An exception on any rank is one on all ranks, so that the first one, which has the folder, leaves the old one.
+    with contextlib.ExitStack() as stack, Progress(f"saving {folder}", total, progress) as bar:
+        new = folder + SAVING
+        with together():
+            if first:
+                stack.enter_context(_replacing(folder))
         sums: dict[str, int] = {}
-        _write_shards(new, "model", weights, most_bytes, sums, bar)
+        _write_shards(new, "model", weights, most_bytes, sums, bar, ranks)
         if optimizer is not None:
-            _write_shards(new, "optimizer", states, most_bytes, sums, bar)
-        with open(os.path.join(new, TRAINING), "wb") as file:
-            file.write(data)
-        _write_config(model, new)
-        _write_json(os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums})
+            _write_shards(new, "optimizer", states, most_bytes, sums, bar, ranks)
+        with together():
+            if first:
+                with open(os.path.join(new, TRAINING), "wb") as file:
+                    file.write(data)
+                _write_config(model, new)
+                _write_json(
+                    os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums}
+                )
+        with together():
+            stack.close()
 
 
 # ---- what is loaded
@@ -441,10 +477,12 @@ def _plan_weights(folder, model, entries):
         used.update(candidates)
         if entry.shape != tuple(value.shape):
             raise GeminiError(
-                f"{entry.file}: {found} has shape {entry.shape}, the model's has {tuple(value.shape)}", "FORMAT"
+                f"{entry.file}: {found} has shape {entry.shape}, in the model it has {tuple(value.shape)}", "FORMAT"
             )
         if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
-            raise GeminiError(f"{entry.file}: {found} is of {entry.dtype}, the model's is of {value.dtype}", "FORMAT")
+            raise GeminiError(
+                f"{entry.file}: {found} is of {entry.dtype}, in the model it is of {value.dtype}", "FORMAT"
+            )
         plan.append((entry, names[0], value))
     if missing:
         raise GeminiError(
@@ -572,8 +610,11 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         logger.warning("%s", text)
     buffers = _meta_buffers(model)
     wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
+    ranks = session.ranks
     if verify:
-        folder.verify(wanted, progress)
+        with ranks.together() if ranks else contextlib.nullcontext():
+            if not ranks or ranks.rank == 0:  # one rank reads all bytes for the others
+                folder.verify(wanted, progress)
     session.backward.settle()
     with torch.no_grad():
         jobs = [_weight_job(session, *part) for part in plan]
@@ -603,7 +644,9 @@ def load(session, folder, model, optimizer, verify, progress):
         optimizer.zero_grad()
         optimizer.rule.set_others(training.get("others", {}))
         optimizer.set_groups(training["groups"])
-        torch.set_rng_state(training["rng"]["cpu"])
-        if session.cuda and "cuda" in training["rng"]:
-            torch.cuda.set_rng_state(training["rng"]["cuda"], session.device)
+        rngs, rank = training.get("rngs", [training["rng"]]), session.ranks.rank if session.ranks else 0
+        if rank < len(rngs):  # otherwise there were fewer ranks: this one keeps its own
+            torch.set_rng_state(rngs[rank]["cpu"])
+            if session.cuda and "cuda" in rngs[rank]:
+                torch.cuda.set_rng_state(rngs[rank]["cuda"], session.device)
     return training["extra"] if training else None

@@ -17,8 +17,10 @@ from . import patches
 from .tensors import ManagedParameter
 
 
-class OneProcess(DistributedDataParallel):
-    """Of one process: there is nothing to broadcast or to reduce, which torch would do by pointers."""
+class Through(DistributedDataParallel):
+    """DDP that leaves all to the session: nothing is broadcast or reduced here, for which torch would keep pointers to
+    the parameters. no_sync() needs nothing: gradients add up over backward passes, whenever ranks add theirs.
+    """
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -31,14 +33,16 @@ def _make(self, module, *args, **kwargs):
     if not any(isinstance(param, ManagedParameter) for param in module.parameters()):
         return patches.ddp_init.original(self, module, *args, **kwargs)
     count = torch.distributed.get_world_size(kwargs.get("process_group"))
-    if count != 1:
+    sessions = {param._gm_place.session for param in module.parameters() if isinstance(param, ManagedParameter)}
+    ranks = max(one.ranks.count if one.ranks else 1 for one in sessions)
+    if count != ranks:
         raise GeminiError(
-            f"DistributedDataParallel of {count} processes around a prepared model: a session is of one GPU and "
-            "one process"
+            f"DistributedDataParallel of {count} processes around a model whose session has {ranks}: call "
+            "libgemini.torch.init() after torch.distributed.init_process_group()"
         )
     nn.Module.__init__(self)
     self.module = module
-    self.__class__ = OneProcess
+    self.__class__ = Through
 
 
 def replacements() -> dict[patches.Replaced, typing.Any]:

@@ -159,6 +159,9 @@ def tensor_users(tensor):
     return tensor._use_count() if hasattr(tensor, "_use_count") else None
 
 
+swap_bytes = find(torch, "_C._swap_tensor_impl")  # of two tensor objects, with what autograd knows of them
+
+
 def storage_number(tensor):
     """A number that is equal for tensors of one storage, or None for a tensor without storage."""
     try:
@@ -180,6 +183,11 @@ def note_write(tensor):
     """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def version(tensor):
+    """How often torch has written to a tensor, as far as torch counts; 0 if it does not."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # ---- modules and torch.compile

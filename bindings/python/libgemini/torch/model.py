@@ -26,7 +26,20 @@ from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_
 from .layout import dense_stride, span
 from .progress import Progress
 from .session import Session
-from .tensors import UNSURE, ManagedParameter, ManagedTensor, _copy, _gradient_of, is_exact, managed_view
+from .tensors import (
+    UNSURE,
+    ManagedNumber,
+    ManagedParameter,
+    ManagedTensor,
+    _copy,
+    _gradient_of,
+    become_number,
+    become_tensor,
+    is_exact,
+    is_number,
+    managed_view,
+    parameter_class,
+)
 from .unit import find, make_units, refuse_compiling
 
 
@@ -49,12 +62,14 @@ class Record:
         # The rule of the optimizer that updates the parameter.
         self.rule: typing.Any = None
         self.has_grad = False  # a gradient is stored in grad_place
-        self.given = (
-            False  # there is one that was assigned: as a tensor of torch's, in its own memory, until nobody else has it
-        )
-        self.scale = 1.0  # a factor that the stored gradient has to be multiplied by
-        # The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known.
-        self.norm: torch.Tensor | None = None
+        # A gradient was assigned: it stays the caller's tensor, in torch's memory, until nothing else refers to it.
+        self.given = False
+        self.factor = 1.0  # see scale
+        # The version of the stored gradient before it is multiplied by the factor, which tells after an interrupt
+        # whether it was; -1: that has not begun.
+        self.multiplying = -1
+        # See norm.
+        self.known_norm: torch.Tensor | None = None
         self.view: ManagedTensor | None = None  # param.grad, once it was read
         self.generation = 0  # how many gradients came before the stored one
         self.hook: typing.Any = None
@@ -85,6 +100,17 @@ class Record:
         """Whether there is a place for its gradient."""
         return self.grad_place is not None
 
+    @property
+    def norm(self):
+        """The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known."""
+        if self.known_norm is None and self.session.ranks and self.has_grad:
+            self.known_norm = self.session.ranks.norm(self)
+        return self.known_norm
+
+    @norm.setter
+    def norm(self, value):
+        self.known_norm = value
+
     def rename(self, name):
         """Gives the parameter, its gradient and its states a name, which messages have."""
         self.name = name
@@ -94,6 +120,19 @@ class Record:
         for place in (self.grad_place, *self.states.values()):
             if place:
                 place.name = f"{name}.{place.name.rpartition('.')[2]}"
+
+    @property
+    def scale(self):
+        """A factor that the stored gradient has to be multiplied by."""
+        if self.multiplying != -1 and self.multiplying != internals.version(self.grad_place.tensor):
+            self.factor = 1.0  # an interrupt came after the multiplication
+        self.multiplying = -1
+        return self.factor
+
+    @scale.setter
+    def scale(self, factor):
+        self.factor = factor
+        self.multiplying = -1
 
     # ---- the bytes
     def move_in(self, values):
@@ -129,12 +168,20 @@ class Record:
                 param.data = self.place.tensor
             if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
-        param.__class__ = ManagedParameter
+        param.__class__ = parameter_class(param)
         param._gm_place = self.place
+        if isinstance(param, ManagedNumber):
+            param._gm_raw = self.place.tensor.detach()
         param._gm_record = self
         param._gm_grad = None  # it may have been a view of a gradient
         self.place.owner = weakref.ref(self)
         self.session.known[id(self)] = self
+
+    def guard(self):
+        """Prepares a frozen parameter without dimensions for being used as a number; see ManagedNumber."""
+        param = self.param
+        if type(param) is ManagedParameter and is_number(param) and not param._gm_unit:
+            become_number(param)
 
     def renew_master(self):
         """Updates the fp32 copy from the parameter.
@@ -143,7 +190,9 @@ class Record:
         parameter.
         """
         written, self.place.written = self.place.written, False
-        if "master" in self.states:
+        if "master" in self.states and self.session.ranks:
+            self.session.ranks.renew_master(self.place, self.states["master"], written == UNSURE)
+        elif "master" in self.states:
             values, master = self.place.read(), self.states["master"]
             kept = master.read().to(values.dtype) if written == UNSURE else None
             if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
@@ -154,15 +203,19 @@ class Record:
 
         This is allowed until the model is prepared; afterwards addresses are fixed.
         """
+        self.refuse_replacing()
+        if isinstance(values, ManagedTensor):
+            self.share(values)
+        else:
+            self.move_in(values)
+
+    def refuse_replacing(self):
+        """Raises GeminiError if the model is prepared."""
         if self.settled:
             raise GeminiError(
                 f"parameter {self.name} would be moved or replaced (by .data, set_(), .to(), .half() or the like) "
                 "after libgemini.torch.prepare(): do that before"
             )
-        if isinstance(values, ManagedTensor):
-            self.share(values)
-        else:
-            self.move_in(values)
 
     @property
     def settled(self):
@@ -187,6 +240,7 @@ class Record:
         managed as a parameter.
         """
         session, param = self.session, self.param
+        self.take_left()
         session.backward.settle()
         gradient = _copy(self.gradient()) if self.has_grad and not self.spent else None
         self.set_gradient(None)
@@ -231,26 +285,61 @@ class Record:
             ):  # autograd has added to a tensor that others may have, too
                 return
             self.forget_given()
-            _set_grad(self.param, None)
-            if fresh.requires_grad:
-                raise GeminiError(
-                    f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
-                    "which an arena cannot hold"
-                )
-            if fresh.is_sparse:
-                fresh = fresh.to_dense()
             if self.spent:
+                _set_grad(self.param, None)
                 raise GeminiError(
                     f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
                     "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
                     "checkpoints use several times, need prepare() without"
                 )
             self.session.backward.begin()
-            self.session.backward.landed.append((self, fresh, self.session.holds.native_stream()))
+            self.queue(fresh)
+
+    def queue(self, fresh):
+        """Queues a gradient that autograd holds to be stored, and clears autograd's slot.
+
+        An interrupt may come between any two steps. A gradient that is both in the queue and in the slot is the same
+        tensor, and counts once; see Backward.store_landed().
+        """
+        if fresh.requires_grad:
+            _set_grad(self.param, None)
+            raise GeminiError(
+                f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
+                "which an arena cannot hold"
+            )
+        self.session.backward.queue(self, fresh)
+        _set_grad(self.param, None)
+
+    def take_left(self):
+        """Takes a gradient that autograd still holds, because an exception or an interrupt has ended the backward
+        pass, or the hook of the user that is running came before take_gradient().
+
+        It adds to the stored gradient, as it does in torch.
+        """
+        with _plain(), torch.no_grad():
+            # Within the backward pass the first gradient may stay with autograd: take_gradient() comes.
+            if self.has_left() and (self.has_grad or not in_backward()):
+                self.queue(_get_grad(self.param))
+
+    def has_left(self):
+        """Whether autograd holds a gradient that nobody has assigned."""
+        if self.given or self.hook is None:
+            return False
+        param = self.param
+        return param is not None and _get_grad(param) is not None
+
+    def catch_up(self):
+        """Stores the gradients of the parameter that autograd has made so far."""
+        if not self.early:
+            self.take_left()
+        self.session.backward.land(self)
 
     def store(self, values, add=False):
         """Copies or adds values to the stored gradient, in the open operator or in a new one."""
         session, place = self.session, self.grad_place
+        if session.ranks:
+            session.ranks.store(self, values)
+            return
         if not place.elements:  # to the library, size 0 means all of the arena
             self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
             return
@@ -273,12 +362,14 @@ class Record:
 
     def settle(self, mode):
         """Applies the pending factor, as the stored gradient is about to be read or written as plain bytes."""
-        scale, self.scale = self.scale, 1.0
+        scale = self.scale
         if scale != 1.0 and mode & abi.READ:
             place, session = self.grad_place, self.session
             access = place.access(abi.READ_WRITE)
             with session.holds.acquired(access, 1, session.holds.stream()):
+                self.multiplying = internals.version(place.tensor)
                 place.tensor.mul_(scale)
+        self.scale = 1.0
         if mode & abi.WRITE:
             self.norm = None
 
@@ -287,9 +378,9 @@ class Record:
 
         Returns:
             Whether that gives the same result as torch, which rounds after each factor: one of two factors has to
-                be a power of two.
+                be a power of two. On several ranks, whose elements cannot be multiplied now, always True.
         """
-        if self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
+        if not self.session.ranks and self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
             return False
         self.scale *= factor
         self.norm = None
@@ -298,7 +389,7 @@ class Record:
 
     def gradient(self):
         """The value of param.grad."""
-        self.session.backward.land(self)
+        self.catch_up()
         if self.spent:
             raise GeminiError(
                 f"the gradient of parameter {self.name} is gone: it was prepared with step_in_backward=True. To "
@@ -318,7 +409,13 @@ class Record:
 
         The tensor itself becomes the gradient, as others may have it and write to it.
         """
-        self.session.backward.land(self)
+        if values is not None:
+            self.session.backward.land(self)
+            if self.session.ranks:
+                raise GeminiError(
+                    f"{self.name}.grad is set, on one of several ranks: gradients come from backward passes, of which "
+                    "all ranks make their part"
+                )
         place = self.place
         if isinstance(values, torch.Tensor):
             if values.shape != place.shape or values.dtype != place.dtype:
@@ -341,10 +438,10 @@ class Record:
                         "it to a clone()"
                     )
                 record.give_out(values)
-        if values is not None or self.given or self.hook is None:
-            with _plain():
-                _set_grad(self.param, values)
-            self.forget_given()
+        with _plain():
+            _set_grad(self.param, values)
+        self.session.backward.forget(self)
+        self.forget_given()
         self.drop()
         if values is not None:
             # When gradients are assigned one after another, the previous one may have no other reference by now.
@@ -384,9 +481,10 @@ class Record:
             values = _get_grad(self.param)
             if tuple(values.stride()) != self.grad_place.stride:
                 return
-            _set_grad(self.param, None)
             self.forget_given()
-            self.store_whole(values)
+            self.queue(values)
+            self.session.brackets.op_end()
+            self.session.backward.store_landed(self)
 
     def store_given(self):
         """Stores an assigned gradient, for an update that reads it from the arena."""
@@ -421,6 +519,8 @@ class Record:
 
 def become_plain(tensor, data):
     """Makes a managed tensor a plain one, over other memory."""
+    if isinstance(tensor, ManagedNumber):
+        become_tensor(tensor)
     tensor.data = data
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
     for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
@@ -474,6 +574,14 @@ GIVEN_UP = object()
 CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone, make the model anew"
 
 
+def _is_plain(param):
+    """Whether a parameter is of no subclass, which it would lose, as the session gives it a class of its own.
+
+    One of a subclass is refused, or stays with torch if it is frozen.
+    """
+    return type(param) is nn.Parameter or isinstance(param, ManagedParameter)
+
+
 def adopt(session, param, name):
     """Makes a parameter a managed one, if it is not managed already and has bytes. Returns its record, or None."""
     record = getattr(param, "_gm_record", None)
@@ -481,7 +589,15 @@ def adopt(session, param, name):
         if record.session is not session:
             raise GeminiError(CLOSED.format(name))
         return record
+    if nn.parameter.is_lazy(param):
+        raise GeminiError(f"parameter {name} has no shape yet: call the model once before libgemini.torch.prepare()")
     if param.is_meta:
+        return None
+    if not _is_plain(param):
+        if param.requires_grad:
+            raise GeminiError(
+                f"parameter {name} is a {type(param).__name__}, which would lose its class: want nn.Parameter itself"
+            )
         return None
     if param.dtype not in DTYPES:
         if param.requires_grad:
@@ -542,7 +658,9 @@ def building(session):
     def register_parameter(module, name, param):
         replaced.original(module, name, param)
         if param is not None and type(param) is nn.Parameter and not param.is_meta:
-            adopt(session, param, name)
+            record = adopt(session, param, name)
+            if record is not None:
+                record.guard()
             progress.add(param.nbytes)
 
     session.building = True
@@ -575,7 +693,7 @@ def has_storage(tensor):
         and not tensor.is_meta
         and tensor.layout is torch.strided
         and tensor.numel() > 0
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and (isinstance(tensor, ManagedTensor) or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
     )
 
 
@@ -630,28 +748,39 @@ class Model:
             self.become_view(buffer, self.records[name].place, first)
         self.move_buffers(session.device)
         session.holds.uses.clear()  # cached uses have the old names
+        if session.ranks:
+            session.ranks.check_model(self.records)
+            session.ranks.share_buffers(module)
         make_units(session, module)
+        for record in self.records.values():
+            record.guard()
 
-    def least_bytes(self, gradients):
+    def least_bytes(self, at_once):
         """The device memory that the operator with the largest parameter needs, in whole chunks.
 
         Args:
-            gradients: Count the gradient of a trained parameter, too, which a plan keeps beside it in the backward
-                pass. Without a plan it may come afterwards.
+            at_once: A function that gives, for a record, the sizes of an element of the tensors of the parameter's
+                shape that an operator uses together. One that is None counts those of the parameter and, if it is
+                trained, its gradient, which a plan keeps beside it in the backward pass. Without a plan the gradient
+                may come afterwards.
 
         Returns:
             Bytes, and the record of that parameter.
         """
         chunk_size = self.session.manager.config.chunk_bytes
 
-        def needs(record):
-            place = record.place
-            chunks = (place.offset + place.size_bytes - 1) // chunk_size - place.offset // chunk_size + 1
+        def with_gradient(record):
+            own = record.place.dtype
             with _plain():
-                beside = (
-                    gradients and record.param.requires_grad and not (record.early and place.dtype != torch.float32)
-                )
-            return chunks * chunk_size * (2 if beside else 1)
+                beside = record.param.requires_grad and not (record.early and own != torch.float32)
+            return [own.itemsize] * (2 if beside else 1)
+
+        def needs(record):
+            place, chunks = record.place, 0
+            for itemsize in (at_once or with_gradient)(record):
+                first = place.offset // place.dtype.itemsize * itemsize
+                chunks += (first + place.elements * itemsize - 1) // chunk_size - first // chunk_size + 1
+            return chunks * chunk_size
 
         return max(
             ((needs(record), record) for record in self.records.values() if record.place.elements),
@@ -715,8 +844,8 @@ class Model:
     def check_call(self):
         if internals.compiled_call_of(self.module) is not self.call:
             raise GeminiError(
-                "the model was compiled by its compile() after libgemini.torch.prepare(), which takes its steps away "
-                "from the session: compile it, or rather its blocks, before prepare()"
+                "model.compile() was called after libgemini.torch.prepare(), so the session no longer sees the calls "
+                "of the model: compile it, or rather its blocks, before prepare()"
             )
 
     def refuse_aliases(self, params):
@@ -742,8 +871,8 @@ class Model:
                 for other, other_name, other_param in before:
                     if other_param is not param and where.shares_with(other):
                         raise GeminiError(
-                            f"parameters {other_name} and {name} are two that share their bytes: let both modules "
-                            "have one, or clone() one"
+                            f"parameters {other_name} and {name} are two tensors that share their bytes: give both "
+                            "modules the same parameter, or clone() one"
                         )
                 before.append((where, name, param))
 
@@ -775,16 +904,16 @@ class Model:
                     or type(buffer) not in (torch.Tensor, ManagedTensor)
                 ):
                     raise GeminiError(
-                        f"buffer {buffer_name} shares bytes with parameter {name}, but not as a part of it that can "
-                        "move with it: clone() one of them"
+                        f"buffer {buffer_name} shares bytes with parameter {name}, but is not a plain view of a part "
+                        "of it, with its dtype: clone() one of them"
                     )
                 if getattr(param, "_gm_record", None) is not None and not same_values(
                     param, buffer, first // where.itemsize
                 ):
                     raise GeminiError(
-                        f"buffer {buffer_name} shared its bytes with parameter {name} until that came into the "
-                        "session; since then one of them has been changed: register the buffer "
-                        "after that, from the parameter"
+                        f"buffer {buffer_name} shared its bytes with parameter {name} until the parameter came into "
+                        "the session, and one of the two was changed since: register the buffer after prepare(), "
+                        "from the parameter"
                     )
                 found.append((buffer, name, first // where.itemsize))
         return found
@@ -794,6 +923,8 @@ class Model:
             buffer.data = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
         buffer.__class__ = ManagedTensor
         buffer._gm_place = place
+        if is_number(buffer):
+            become_number(buffer)
 
     def check(self):
         """Checks that parameters are where they were, and that those that need gradients have places for them."""
@@ -806,8 +937,10 @@ class Model:
                         "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
                         "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model"
                     )
-                if param.is_meta or param.dtype in DTYPES:
-                    raise GeminiError(f"parameter {name} came after libgemini.torch.prepare(): call that again")
+                if param.is_meta or (param.dtype in DTYPES and _is_plain(param)):
+                    raise GeminiError(
+                        f"parameter {name} was added after libgemini.torch.prepare(): call prepare() again"
+                    )
                 continue
             with _plain():
                 if param.data_ptr() != record.place.address and param.numel():
@@ -845,6 +978,7 @@ class Model:
         if session.brackets.depth > 1:  # called by another model
             return
         session.holds.recover()
+        session.take_left(early=False)
         session.backward.settle()
         if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
             session.brackets.iteration_end()

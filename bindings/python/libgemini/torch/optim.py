@@ -76,6 +76,18 @@ class Optimizer(torch.optim.Optimizer):
         for hooks in _HOOKS:
             setattr(self, hooks, getattr(inner, hooks))
         self.rule = rule
+        if session.ranks and (step_in_backward or session.rules or not isinstance(rule, AdamwRule)):
+            what = (
+                "step_in_backward"
+                if step_in_backward
+                else "a second optimizer"
+                if session.rules
+                else f"{type(inner).__name__} (or an option of it)"
+            )
+            raise GeminiError(
+                f"{what} is not supported on several ranks: want one torch.optim.AdamW or Adam, without amsgrad or "
+                "maximize"
+            )
         if step_in_backward and not isinstance(self.rule, AdamwRule):
             raise GeminiError(
                 f"step_in_backward is for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer "
@@ -186,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
             return self.inner.zero_grad(set_to_none)
         self.find_new()
         for record in self.records:
-            if set_to_none:
+            if set_to_none or self.session.ranks:
                 record.set_gradient(None)
             elif not record.spent and record.gradient() is not None:
                 record.gradient().zero_()
@@ -230,6 +242,7 @@ class Optimizer(torch.optim.Optimizer):
             model.check_call()
         with torch.no_grad():
             session.holds.recover()
+            session.take_left(early=True)
             session.backward.settle()
             if not session.brackets.called and any(record.has_grad or record.given for record in self.records):
                 warnings.warn(
@@ -247,8 +260,8 @@ class Optimizer(torch.optim.Optimizer):
             for record in self.records:
                 if record.rule not in (None, self.rule):
                     raise GeminiError(
-                        f"parameter {record.name} is another optimizer's, which was prepared later: this one cannot "
-                        "make a step any more"
+                        f"parameter {record.name} is another optimizer's, which was prepared later: this "
+                        "optimizer cannot step() any more"
                     )
                 record.spent = False
             session.renew_masters()
@@ -294,6 +307,7 @@ class Optimizer(torch.optim.Optimizer):
             "state" by number of parameter and "param_groups", as torch's optimizers have it. "master" in a parameter's
             state is its fp32 copy, if the parameter is of 16 bits.
         """
+        self.session.refuse_closed("optimizer.state_dict()")
         self.session.backward.settle()
         self.find_new()
         if self.rule.overrides("state_dict"):
@@ -328,6 +342,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             GeminiError: The state is of an optimizer with other parameters or options.
         """
+        self.session.refuse_closed("optimizer.load_state_dict()")
         self.session.backward.settle()
         if self.rule.overrides("load_state_dict"):
             self.inner.load_state_dict(copies(state_dict, None))  # a copy, as the optimizer may keep it

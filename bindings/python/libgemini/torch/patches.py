@@ -193,8 +193,10 @@ _data_compiled: bool | None = None  # whether a .data was compiled since anybody
 
 
 def watch_compiler() -> None:
-    """From now on torch.compile() says if it compiles a .data: no version tells what is written to that, and no Python
-    runs. What was compiled before is compiled anew."""
+    """Makes torch.compile() record, from now on, whether it compiles a use of .data.
+
+    A compiled write to .data changes no version and runs no Python. What was compiled before is compiled anew.
+    """
     global _data_compiled
     if _data_compiled is not None or not internals.compiler_loaded():
         return

@@ -18,10 +18,12 @@ import torch
 
 from ..abi import GeminiError
 from ..manager import Manager, parse_bytes
+from . import internals
 from .arenas import Arenas, chunk_bytes
 from .backward import Backward
 from .brackets import Brackets
 from .holds import Holds
+from .ranks import Ranks, SlicedPlace
 
 if typing.TYPE_CHECKING:
     from .activations import Activations
@@ -42,6 +44,7 @@ class Session:
         brackets: Iterations, phases and operators; see brackets.py.
         backward: The backward pass that is under way; see backward.py.
         models: The models that were prepared, the last one last.
+        ranks: See ranks.py; None if there is one process.
         activations: See activations.py; None until offload_activations() is used.
         allocator: See allocator.py; None if torch's other tensors are in memory of torch's own.
     """
@@ -65,8 +68,14 @@ class Session:
         file_engine: str,
         static_param_fraction: float,
         static_optim_fraction: float,
+        process_group: typing.Any = None,
+        zero: int = 3,
+        deadline: float = 0.0,
     ) -> None:
-        """Arguments are those of libgemini.torch.init(); device_margin is its margin."""
+        """Arguments are those of libgemini.torch.init(); device_margin is its margin.
+
+        process_group: of several processes, or None.
+        """
         self.device = device
         self.progress = progress
         self.cuda = device.type == "cuda"
@@ -98,25 +107,33 @@ class Session:
         )
         self.lib = self.manager.lib
         self.handle = self.manager.handle
+        self.ranks: Ranks | None = None  # see ranks.py; None: there is one process
+        self.sliced_place = SlicedPlace
+        if process_group is not None:
+            try:
+                self.ranks = Ranks(self, process_group, zero, deadline)
+            except BaseException:
+                self.manager.close()
+                raise
         self.arenas = Arenas(self)
         self.holds = Holds(self)
         self.brackets = Brackets(self)
         self.backward = Backward(self)
-        # While an optimizer's own step runs: makes its state like a parameter, of a dtype.
+        # Set while an optimizer's own step() runs: returns state of a dtype, of the shape of a parameter.
         self.in_optimizer: typing.Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
-        self.in_closure = 0  # closures that such a step has called and that have not returned
+        self.in_closure = 0  # closures that this step() has called and that have not returned
         self.activations: Activations | None = None
         self.allocator: Process | None = None
         # Records of all parameters that live here, each as long as its parameter; by their id.
         self.known: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self.building = False  # whether models are being built in the session
-        # What is said of a use when there is no manager.
+        # The text of the error for a use after the manager is closed.
         self.gone = "the session was closed, and its parameters with it"
         self.models: list[Model] = []
         self.reset_iterations = 0  # iterations that had ended when statistics were last started anew
-        # Records of parameters with a gradient that was assigned, in the order in which they were.
+        # Records of parameters whose gradient was assigned, in the order of the assignments.
         self.given: dict[Record, None] = {}
-        self.rules: list[typing.Any] = []  # of the optimizers
+        self.rules: list[typing.Any] = []  # the rule of each prepared optimizer
         self.rule_of: dict[Record, typing.Any] = {}  # by record of a parameter that is updated in the backward pass
 
     def renew_masters(self) -> None:
@@ -124,6 +141,18 @@ class Session:
         for record in self.records:
             if record.place.written:
                 record.renew_master()
+
+    def take_left(self, early: bool) -> None:
+        """Takes the gradients that autograd still holds after an exception or an interrupt.
+
+        Args:
+            early: Also those of parameters that are updated in the backward pass, for which that is their update.
+        """
+        with internals.plain():
+            left = [record for record in self.records if record.has_left()]
+        for record in left:
+            if early or not record.early:
+                record.take_left()
 
     def prepared(self, param: typing.Any) -> bool:
         """Whether a parameter belongs to a model that was prepared."""
@@ -157,8 +186,9 @@ class Session:
         """See libgemini.torch.close()."""
         self.backward.landed.clear()  # of a backward pass that an exception has ended
         self.holds.recover()
-        self.backward.leave_function()
-        self.brackets.op_end()
+        with self._without_ranks():
+            self.backward.leave_function()
+            self.brackets.op_end()
         with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
             self.lib.update_wait(self.handle)
         if self.activations:
@@ -169,7 +199,17 @@ class Session:
             torch.cuda.synchronize(self.device)
         for stream in self.holds.streams.values():
             self.lib.stream_destroy(self.handle, stream)
-        self.manager.close()
+        with self._without_ranks():
+            self.manager.close()
+
+    @contextlib.contextmanager
+    def _without_ranks(self) -> typing.Iterator[None]:
+        """A context manager: if ranks have failed, the session can still be closed, without them."""
+        try:
+            yield
+        except GeminiError as error:
+            if error.status != "PEER":
+                raise
 
     def close_allocator(self, force: bool) -> None:
         """Ends the service of torch's allocator.

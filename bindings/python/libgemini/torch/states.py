@@ -115,7 +115,15 @@ class AdamwState(collections.abc.MutableMapping):
     def __getitem__(self, name):
         if name not in list(self):
             raise KeyError(name)
-        return self.record.step if name == "step" else managed_view(self.record.states[self.rule.NAMES[name]])
+        if name == "step":
+            return self.record.step
+        place = self.record.states[self.rule.NAMES[name]]
+        if not place.address:
+            raise GeminiError(
+                f"parameter {self.record.name}: {name} is divided among the ranks: take optimizer.state_dict(), on all "
+                "ranks"
+            )
+        return managed_view(place)
 
     def __setitem__(self, name, value):
         if name not in list(self):
@@ -135,7 +143,9 @@ class AdamwState(collections.abc.MutableMapping):
             own.copy_(value)
 
     def __delitem__(self, name):
-        raise GeminiError(f"parameter {self.record.name}: a step needs {name}: clear all of the state, or zero_() it")
+        raise GeminiError(
+            f"parameter {self.record.name}: step() needs {name}: clear() the whole state, or zero_() {name}"
+        )
 
     def clear(self):
         self.rule.set_state(self.record, {})

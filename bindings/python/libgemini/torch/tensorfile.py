@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import json
 import math
@@ -19,6 +20,7 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from .arenas import Place
+from .ranks import SlicedPlace
 from .tensors import ManagedTensor, managed_view
 
 CODES = {
@@ -98,19 +100,22 @@ def split(tensors, most_bytes):
     return shards
 
 
-def write(path, tensors, progress):
+def write(path, tensors, progress, ranks=None):
     """Writes a file.
 
-    The bytes of a contiguous place go to the file chunk by chunk, from wherever they are.
+    The bytes of a contiguous place go to the file chunk by chunk, from wherever they are. Of several ranks, which all
+    call this, each writes the slices that it keeps, and the first one the rest.
 
     Args:
         path: The file.
         tensors: (name, Place or tensor).
         progress: Counts the bytes.
+        ranks: See ranks.py; None: there is one process.
 
     Returns:
-        The checksums by name.
+        The checksums by name; on other ranks than the first one, nothing.
     """
+    first, together = (True, contextlib.nullcontext) if ranks is None else (ranks.rank == 0, ranks.together)
     tensors = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
     header: dict[str, dict[str, typing.Any]] = {"__metadata__": {"format": "pt"}}
     entries, at = [], 0
@@ -124,36 +129,52 @@ def write(path, tensors, progress):
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sums = {}
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with summing() as executor:
-            _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+    with contextlib.ExitStack() as stack:
+        with together():
+            if first:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                stack.callback(os.close, fd)
+                _write(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        executor = stack.enter_context(summing())
+        with together():
+            if not first:
+                fd = os.open(path, os.O_RDWR)
+                stack.callback(os.close, fd)
             for name, value, at, size in entries:
                 try:
-                    _store(fd, value, 8 + len(text) + at, size)
+                    _store(fd, value, 8 + len(text) + at, size, first)
                 except (GeminiError, OSError) as error:
                     raise GeminiError(
                         f"{path}: {name} was not written: {error}", getattr(error, "status", "IO")
                     ) from error
-                sums[name] = executor.submit(checksum, path, 8 + len(text) + at, size)
+                if ranks is None:
+                    sums[name] = executor.submit(checksum, path, 8 + len(text) + at, size)
                 progress.add(size)
-    finally:
-        os.close(fd)
-    return {name: future.result() for name, future in sums.items()}
+            if not first:
+                os.fsync(fd)
+        if ranks is not None and first:
+            for name, _, at, size in entries:
+                sums[name] = executor.submit(checksum, path, 8 + len(text) + at, size)
+        return {name: future.result() for name, future in sums.items()}
 
 
-def _store(fd, value, offset, size):
-    if not size:
+def _store(fd, value, offset, size, first):
+    sliced = isinstance(value, SlicedPlace)
+    if not size or not (first or sliced):
         return
-    if isinstance(value, Place) and value.contiguous:
+    if sliced and not value.contiguous:  # all ranks read it
+        values = value.read().contiguous()
+        if first:
+            _write(fd, _bytes_of(values), offset)
+    elif isinstance(value, Place) and value.contiguous:
         session = value.session
         try:
             session.lib.store(session.handle, ctypes.byref(value.access(abi.READ)), fd, offset)
         except GeminiError as error:
-            if error.status != "OOM_HOST":
+            if error.status != "OOM_HOST" or sliced:
                 raise
-            for first, piece in value.device_pieces(abi.READ, PIECE_BYTES):
-                _write(fd, _bytes_of(piece.cpu()), offset + first * value.dtype.itemsize)
+            for at, piece in value.device_pieces(abi.READ, PIECE_BYTES):
+                _write(fd, _bytes_of(piece.cpu()), offset + at * value.dtype.itemsize)
     else:
         values = managed_view(value) if isinstance(value, Place) else value.detach()
         values = (values.clone() if isinstance(values, ManagedTensor) else values).to("cpu").contiguous()
@@ -168,13 +189,13 @@ def read_header(path):
     """
 
     def refuse(why):
-        return GeminiError(f"{path} is no whole safetensors file: {why}", "FORMAT")
+        return GeminiError(f"{path} is not a complete safetensors file: {why}", "FORMAT")
 
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_MOST):
-            raise refuse(f"it has {size} bytes, and its header shall have {length}")
+            raise refuse(f"it has {size} bytes, its first 8 say that the header has {length}")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -189,7 +210,9 @@ def read_header(path):
                     or end - begin != math.prod(shape) * dtype.itemsize
                     or any(n < 0 for n in shape)
                 ):
-                    raise refuse(f"{name} has the bytes from {begin} to {end}, its shape is {shape} of {dtype}")
+                    raise refuse(
+                        f"{name} has the bytes {begin} to {end}, which is not the size of shape {shape} of {dtype}"
+                    )
                 if 8 + length + end > size:
                     raise refuse(f"it has {size} bytes, {name} ends at {8 + length + end}")
                 entries[name] = Entry(str(path), name, dtype, shape, 8 + length + begin, end - begin)
@@ -214,7 +237,7 @@ def read(entry, fd, target):
             try:
                 _read_place(entry, fd, target)
             except GeminiError as error:
-                if error.status != "OOM_HOST":
+                if error.status != "OOM_HOST" or isinstance(target, SlicedPlace):
                     raise
                 for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
                     _convert(entry, fd, first, piece)
@@ -227,7 +250,7 @@ def read(entry, fd, target):
         try:
             target.write(values)
         except GeminiError as error:
-            if error.status != "OOM_HOST":
+            if error.status != "OOM_HOST" or isinstance(target, SlicedPlace):
                 raise
             flat = target.in_order(values)
             for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):

@@ -58,7 +58,7 @@ class Use:
         first = ranges[0][0].name
         self.count = len(ranges)
         self.accesses = (abi.Access * self.count)(
-            *(abi.Access(place.object, place.base + offset, size, mode) for place, offset, size, mode in ranges)
+            *(place.access(mode, offset=offset, size_bytes=size) for place, offset, size, mode in ranges)
         )
         self.pointer = ctypes.cast(self.accesses, ctypes.c_void_p)
         name = f"{first}:{name}"[-118:]
@@ -119,12 +119,15 @@ _INPLACE = {
 }
 
 
-def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None:
+def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> typing.Any:
     """Makes a result managed if it shares memory with one of the arguments.
 
     Args:
         out: What a function returned: a tensor, or nested lists, tuples and dicts.
         tensors: The managed tensors among its arguments.
+
+    Returns:
+        The result, with a ManagedNumber in the place of each view that may be used as a number.
     """
     if isinstance(out, _Tensor):
         if type(out) is not _Tensor and not isinstance(out, ManagedTensor) and hasattr(out, "__tensor_flatten__"):
@@ -133,26 +136,32 @@ def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> None
                 mark_views(getattr(out, part), tensors)
                 if isinstance(getattr(out, part), ManagedTensor):
                     _refuse_class(getattr(out, part), type(out))
-            return
+            return out
         if not isinstance(out, ManagedTensor) and out.numel():
+            inner = out
             try:
                 at = out.data_ptr()
             except RuntimeError:
                 inner = internals.unwrapped(out)  # the tensor that a torch.func transform has wrapped
                 if inner is out:
-                    return
+                    return out
                 at = inner.data_ptr()
             for tensor in tensors:
                 place = tensor._gm_place
                 if place.address <= at < place.address + place.size_bytes:
-                    out.__class__ = ManagedTensor
+                    if inner is out and not out.dim() and not out.requires_grad:
+                        out = number_over(out)
+                    else:
+                        out.__class__ = ManagedTensor
                     out._gm_place = place
                     out._gm_grad = tensor._gm_grad
                     out._gm_generation = tensor._gm_generation
                     break
     elif isinstance(out, (list, tuple)):
-        for one in out:
-            mark_views(one, tensors)
+        marked = [mark_views(one, tensors) for one in out]
+        if any(one is not old for one, old in zip(marked, out)):
+            return type(out)(*marked) if hasattr(out, "_fields") else type(out)(marked)
+    return out
 
 
 def grad_nodes(value, nodes):
@@ -225,6 +234,8 @@ def _gradient_of(tensor):
             f"{record.name}.grad: this gradient was cleared or replaced (by zero_grad(), or by setting it) "
             "since it was read, and its memory holds another one: clone() a gradient that is to be kept"
         )
+    if record is not None and record.session.backward.is_open:
+        record.catch_up()
     return record
 
 
@@ -442,7 +453,11 @@ def _run(func, args, kwargs):
         if any(tensor is one for one in changed):
             mode = abi.READ_WRITE
             if tensor is first and _overwrites(func, tensor, args, kwargs):
-                mode, replaced = abi.WRITE, record
+                mode = abi.WRITE
+                if record is None or (record.grad_place is place and tensor.numel() == place.tensor.numel()):
+                    replaced = record
+                else:  # a part of a gradient: the rest keeps its values, multiplied by what was put off
+                    record.settle(abi.READ_WRITE)
             written.append(place)
         elif tensor.is_inference():  # inference tensors have no versions to tell whether they were written
             mode = abi.READ_WRITE
@@ -465,7 +480,11 @@ def _run(func, args, kwargs):
         place.written = True
     if replaced is not None:
         replaced.settle(abi.WRITE)
-    mark_views(out, tensors)
+    out = mark_views(out, tensors)
+    if changed:
+        for one in changed:
+            if type(one) in (ManagedTensor, ManagedParameter) and is_number(one) and not one._gm_unit:
+                become_number(one)  # as after squeeze_() and detach_()
     if torch.is_grad_enabled():
         nodes: set[typing.Any] = set()
         grad_nodes(out, nodes)
@@ -497,7 +516,6 @@ _NO_BYTES = _names(
     "storage_offset",
     "register_hook",
     "register_post_accumulate_grad_hook",
-    "requires_grad_",
     "__len__",
     "__hash__",
     "get_device",
@@ -515,7 +533,6 @@ _NO_BYTES = _names(
     torch.numel,
     torch.is_same_size,
     torch.is_inference,
-    internals.same_kind,
     torch.empty_like,
     torch.zeros_like,
     torch.ones_like,
@@ -571,11 +588,10 @@ def _view(func, args, kwargs):
     out = func(*args, **kwargs)
     tensors: list[ManagedTensor] = []
     _collect(args, tensors)
-    mark_views(out, tensors)
-    return out
+    return mark_views(out, tensors)
 
 
-def _is_number(index):
+def _is_int(index):
     """Whether torch treats a tensor in an index like an int."""
     return (
         isinstance(index, _Tensor)
@@ -587,7 +603,7 @@ def _is_number(index):
 def _getitem(func, args, kwargs):
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     plain = all(
-        i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) or _is_number(i)
+        i is None or i is Ellipsis or isinstance(i, (int, slice)) and not isinstance(i, bool) or _is_int(i)
         for i in index
     )
     return _view(func, args, kwargs) if plain else _run(func, args, kwargs)
@@ -664,10 +680,11 @@ def _come_over(tensor, source):
     if isinstance(source, ManagedTensor) and tensor.numel():
         if type(tensor) not in (_Tensor, nn.Parameter):
             _refuse_class(source, type(tensor))
-        is_parameter = isinstance(tensor, nn.Parameter)
-        mark_views(tensor, (source,))
-        if is_parameter:
-            tensor.__class__ = ManagedParameter
+        tensor.__class__ = ManagedParameter if isinstance(tensor, nn.Parameter) else ManagedTensor
+        tensor._gm_place = source._gm_place
+        tensor._gm_grad, tensor._gm_generation = source._gm_grad, source._gm_generation
+        if is_number(tensor):
+            become_number(tensor)
 
 
 def _refuse_class(tensor, kind):
@@ -744,6 +761,19 @@ def _to(func, args, kwargs):
     return tensor if there and dtype in (None, tensor.dtype) else _run(func, args, kwargs)
 
 
+def _requires_grad(func, args, kwargs):
+    """Serves requires_grad_() and the setter of requires_grad. A tensor that is frozen may be used as a number."""
+    out = func(*args, **kwargs)
+    tensor = args[0]
+    if is_number(tensor) and not isinstance(tensor, ManagedNumber) and not tensor._gm_unit:
+        try:
+            become_number(tensor)
+        except BaseException:
+            tensor.requires_grad_()
+            raise
+    return out
+
+
 def _grad_get(func, args, kwargs):
     record = args[0]._gm_record
     return func(*args, **kwargs) if record is None else record.gradient()
@@ -756,17 +786,33 @@ def _grad_set(func, args, kwargs):
     return record.set_gradient(args[1] if len(args) > 1 else None)  # del param.grad
 
 
-def _data_set(func, args, kwargs):
-    old: ManagedTensor = args[0]
-    new = args[1]
-    record = old._gm_record
-    if (
+def _same_kind(func, args, kwargs):
+    """Serves what Module.to() and its like ask first: whether a parameter can take the data of its successor, or has
+    to be replaced by it.
+    """
+    old, new = args
+    record = getattr(old, "_gm_record", None)
+    if record is not None and not _same_bytes(old, new):
+        record.refuse_replacing()
+    return func(*args, **kwargs)
+
+
+def _same_bytes(old, new):
+    """Whether a tensor has the bytes of a managed one, in the same layout."""
+    return (
         isinstance(new, ManagedTensor)
         and new.data_ptr() == old.data_ptr()
         and new.shape == old.shape
         and new.dtype == old.dtype
         and new.stride() == old.stride()
-    ):
+    )
+
+
+def _data_set(func, args, kwargs):
+    old: ManagedTensor = args[0]
+    new = args[1]
+    record = old._gm_record
+    if _same_bytes(old, new):
         return None
     # It shares the bytes of another parameter, as the model was not prepared yet.
     if record is None and isinstance(old, nn.Parameter):
@@ -899,6 +945,9 @@ _SPECIAL = {
     _Tensor.grad.__set__: _grad_set,
     _Tensor.grad.__delete__: _grad_set,
     _Tensor.data.__set__: _data_set,
+    internals.same_kind: _same_kind,
+    _Tensor.requires_grad_: _requires_grad,
+    _Tensor.requires_grad.__set__: _requires_grad,
     _Tensor.__getitem__: _getitem,
     torch.linalg.vector_norm: _vector_norm,
     _Tensor.mul_: _mul,
@@ -956,9 +1005,7 @@ def _dispatch(func, args, kwargs):
         return func(*args, **kwargs)
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         out = func(*args, **kwargs)
-        if type(out) is _Tensor:
-            mark_views(out, args[:1])
-        return out
+        return mark_views(out, args[:1]) if type(out) is _Tensor else out
     return _run(func, args, kwargs)
 
 
@@ -969,6 +1016,7 @@ class ManagedTensor(torch.Tensor):
     _gm_record: Record | None = None  # of a parameter
     _gm_grad: Record | None = None  # of a parameter's gradient: the record of the parameter
     _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
+    _gm_unit = False  # whether it is a parameter, or a buffer, of a unit
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -1031,7 +1079,136 @@ class ManagedParameter(ManagedTensor, nn.Parameter):
     """A parameter in an arena."""
 
 
-_USUAL |= {ManagedTensor, ManagedParameter}
+# ---- tensors that torch takes for numbers
+class ManagedNumber(ManagedTensor):
+    """A managed tensor without dimensions that needs no gradient.
+
+    Where torch wants a number (`torch.full(shape, tensor)`, `leaky_relu(input, tensor)`, `alpha=tensor`), it reads such
+    a tensor without calling __torch_function__. So torch has to call __torch_dispatch__ for it. This is a property of
+    the C++ tensor, with which an object has to be made (number_over()) or to be exchanged (become_number()).
+    """
+
+    _gm_raw: torch.Tensor = typing.cast("torch.Tensor", None)  # a plain tensor over the same bytes
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        return _use_numbers(func, args, kwargs or {})
+
+
+class ManagedNumberParameter(ManagedNumber, ManagedParameter):
+    """A parameter in an arena that was frozen, and has no dimensions."""
+
+
+_USUAL |= {ManagedTensor, ManagedParameter, ManagedNumber, ManagedNumberParameter}
+
+
+def is_number(tensor):
+    """Whether torch takes a tensor where it wants a number."""
+    with _plain():
+        return not tensor.dim() and not tensor.requires_grad
+
+
+def number_over(tensor):
+    """Makes a ManagedNumber, or for a parameter a ManagedNumberParameter, over the bytes of a plain tensor."""
+    kind = ManagedNumberParameter if isinstance(tensor, nn.Parameter) else ManagedNumber
+    with _plain():
+        raw = tensor.detach()  # which has the versions of the tensor
+        out: typing.Any = _make_subclass(kind, raw)
+    out._gm_raw = raw
+    return out
+
+
+def become_number(tensor):
+    """Makes a managed tensor, which exists already and may be used as a number, a ManagedNumber.
+
+    Raises:
+        GeminiError: Something refers to the C++ tensor.
+    """
+    record = tensor._gm_record
+    if record is not None and record.hook is not None:
+        record.hook.remove()  # check() makes another one when it needs gradients again
+        record.hook = None
+    with _plain():
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise GeminiError(
+                f"{tensor._gm_place.name}: it has no dimensions, and was frozen while it has hooks: remove these first"
+            )
+        out = number_over(tensor)
+        raw = out._gm_raw
+        _exchange(tensor, out, type(out))
+    tensor._gm_raw = raw
+
+
+def become_tensor(tensor):
+    """Makes a ManagedNumber a ManagedTensor, or a ManagedParameter, again."""
+    with _plain():
+        out = tensor._gm_raw.detach()
+        out.requires_grad_(tensor.requires_grad)
+        _exchange(tensor, out, ManagedParameter if isinstance(tensor, nn.Parameter) else ManagedTensor)
+    del tensor._gm_raw
+
+
+def _exchange(tensor, other, kind):
+    """Exchanges the C++ tensors of two objects, keeps the gradient, and sets the class of the first one."""
+    grad = internals.get_grad(tensor)
+    try:
+        internals.swap_bytes(tensor, other)
+    except RuntimeError as error:
+        raise GeminiError(
+            f"{tensor._gm_place.name}: it has no dimensions and needs no gradient, so that torch may use it as a "
+            f"number, and something else refers to it, which prevents that libgemini notices ({error})"
+        ) from None
+    other.__class__, tensor.__class__ = _Tensor, kind
+    internals.set_grad(tensor, grad)
+
+
+def _use_numbers(func, args, kwargs):
+    """Runs an operator of torch's dispatcher that has managed numbers among its arguments, with their bytes on the
+    device: within a function that __torch_function__ serves, or called by torch itself.
+    """
+    tensors: list[ManagedTensor] = []
+    _collect(args, tensors)
+    _collect(kwargs.values(), tensors)
+    numbers = [tensor for tensor in tensors if isinstance(tensor, ManagedNumber)]
+    raws = [(tensor, tensor._gm_raw) for tensor in numbers]
+    session = tensors[0]._gm_place.session
+    session.refuse_closed(tensors[0]._gm_place.name)
+    call = functools.partial(func, *_replaced(tuple(args), raws), **_replaced(kwargs, raws))
+    if func.is_view:
+        out = call()
+    else:
+        changed = _written_by(func, args, kwargs)
+        ranges = []
+        for tensor in tensors:
+            mode = abi.READ_WRITE if any(tensor is one for one in changed) else abi.READ
+            record = _gradient_of(tensor)
+            if record is not None:
+                record.settle(mode)
+            if tensor.numel():
+                ranges.append((*_where(tensor), mode))
+        use = session.holds.use(tuple(ranges), func._schema.name)
+        if session.holds.noted:  # within a function
+            with session.holds.acquired(use.accesses, use.count, session.holds.stream()):
+                out = call()
+        else:
+            out = run_with(session, use, call, (), {})
+        for tensor in changed:
+            if isinstance(tensor, ManagedTensor):
+                tensor._gm_place.written = True
+    for tensor, raw in raws:
+        if out is raw:
+            return tensor
+    return mark_views(out, tensors)
+
+
+def _written_by(func, args, kwargs):
+    """The arguments that an operator of torch's dispatcher writes."""
+    out: list[typing.Any] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            out += value if isinstance(value, (list, tuple)) else [value]
+    return out
 
 
 def _loaded(data):
@@ -1048,7 +1225,7 @@ def _saved(tensor):
     return _loaded, (file.getvalue(),)
 
 
-for _kind in (ManagedTensor, ManagedParameter):
+for _kind in (ManagedTensor, ManagedParameter, ManagedNumber, ManagedNumberParameter):
     ForkingPickler.register(_kind, _saved)
 
 
@@ -1106,9 +1283,7 @@ def _marked(unwrap):
 
     def of(value, *args):
         out = unwrap(value, *args)
-        if isinstance(value, ManagedTensor):
-            mark_views(out, (value,))
-        return out
+        return mark_views(out, (value,)) if isinstance(value, ManagedTensor) else out
 
     return of
 
@@ -1120,13 +1295,18 @@ def _parameter(cls, data=None, requires_grad=True):
     """Replaces nn.Parameter.__new__(). A parameter over managed bytes stays managed."""
     if not isinstance(data, ManagedTensor):
         return _new_parameter.__get__(None, cls)(cls, data, requires_grad)
-    if cls not in (nn.Parameter, ManagedParameter):
+    if cls not in (nn.Parameter, ManagedParameter, ManagedNumberParameter):
         _refuse_class(data, cls)
     out = data.detach()
     with _plain():
         out.requires_grad_(requires_grad)
-    out.__class__ = ManagedParameter
+    out.__class__ = parameter_class(out)
     return out
+
+
+def parameter_class(tensor):
+    """The class of a managed parameter that a tensor becomes."""
+    return ManagedNumberParameter if isinstance(tensor, ManagedNumber) else ManagedParameter
 
 
 _make_subclass = patches.make_subclass.original
@@ -1144,7 +1324,7 @@ def _subclass(cls, data, requires_grad=False, **kwargs):
     return data.detach().requires_grad_(requires_grad)
 
 
-_KINDS = {ManagedTensor, ManagedParameter}
+_KINDS = {ManagedTensor, ManagedParameter, ManagedNumber, ManagedNumberParameter}
 
 
 def _have_managed(values):
@@ -1207,6 +1387,9 @@ def replacements() -> dict[patches.Replaced, typing.Any]:
 def managed_view(place):
     """A managed tensor over the whole of a place."""
     out = place.tensor.detach()
-    out.__class__ = ManagedTensor
+    if out.dim():
+        out.__class__ = ManagedTensor
+    else:
+        out = number_over(out)
     out._gm_place = place
     return out

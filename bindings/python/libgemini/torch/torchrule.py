@@ -76,6 +76,15 @@ class TorchRule:
     def backward_ends(self):
         """Nothing to do: nothing waits for the end of the backward pass."""
 
+    def at_once(self, record):
+        """The sizes of an element of the tensors of a parameter's shape that a function of the step uses together: the
+        parameter, or its fp32 copy, its gradient and its states.
+        """
+        if record.rule is not self:
+            return []
+        count = 3 if type(self.inner) is torch.optim.Adamax else 2
+        return [4 if self.by_parameter else record.place.dtype.itemsize] * count
+
     def check_options(self, groups):
         """Nothing to do: torch's own step knows all options."""
 
@@ -93,7 +102,7 @@ class TorchRule:
         name = type(self.inner).__name__
         if self.overrides("state_dict") or self.overrides("load_state_dict"):
             raise GeminiError(
-                f"{name} has a state_dict() of its own, of which a checkpoint would lack what that adds: save "
+                f"{name} overrides state_dict() or load_state_dict(), and a checkpoint would lack what they add: save "
                 "and load the model without the optimizer, and extra=optimizer.state_dict()"
             )
         inside = next(
@@ -351,7 +360,7 @@ class TorchRule:
         if ("master" in layout) != ("master" in record.states):
             raise GeminiError(
                 f"parameter {record.name}: the state to be loaded has {'a' if 'master' in layout else 'no'} "
-                f"master copy, a parameter of {record.place.dtype} has {'one' if record.states else 'none'}"
+                f"fp32 master copy, this parameter of {record.place.dtype} has {'one' if record.states else 'none'}"
             )
 
     def renew(self, record, layout):

@@ -29,11 +29,15 @@ from ..abi import GeminiError
 from . import internals, patches
 from .tensors import (
     UNSURE,
+    ManagedNumber,
     ManagedParameter,
     ManagedTensor,
     Use,
+    become_number,
+    become_tensor,
     grad_nodes,
     hook_nodes,
+    is_number,
     refuse_tracing,
     run_with,
     units,
@@ -128,6 +132,10 @@ class Unit:
         """unseen: the module may write to its parameters without an increment of their versions."""
         self.session = session
         tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
+        for tensor in tensors:
+            tensor._gm_unit = True
+            if isinstance(tensor, ManagedNumber):  # within a unit it is a plain tensor, and its bytes are there
+                become_tensor(tensor)
         self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over parameters
         self.tensors = [tensor for tensor in tensors if tensor.numel()]
         # Inference tensors have no versions.
@@ -142,7 +150,7 @@ class Unit:
         self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
         self.begin = min((place.address for place in self.places), default=0)
         self.end = max((place.address + place.size_bytes for place in self.places), default=0)
-        # By number of a storage: it, its place, and how many tensors refer to it if there is no view.
+        # By number of a storage: the storage, its place, and how many tensors refer to it if there is no view.
         self.storages = {}
         for place in self.places:
             storage = place.tensor.untyped_storage()
@@ -154,8 +162,8 @@ class Unit:
         limit = session.manager.stats()["budget_bytes"]["device"]
         if size > limit:
             raise GeminiError(
-                f"{name} is compiled, scripted, or a unit, so that its parameters come as one: {size} bytes, "
-                f"of which the device may hold {limit} (device_memory); compile or script its blocks instead"
+                f"{name} is compiled, scripted, or a unit, so all its parameters are on the device at once: "
+                f"{size} bytes, device_memory is {limit}; compile or script its blocks instead"
             )
         self.use = Use(ranges, "unit", self) if ranges else None
 
@@ -244,6 +252,8 @@ class Unit:
             )
         tensor.__class__ = kind
         tensor._gm_place = place
+        if is_number(tensor):
+            become_number(tensor)
 
     def run(self, call, args, kwargs):
         """Runs a call of the module as one operator, and has the backward pass acquire the unit's parameters again."""

@@ -1,0 +1,368 @@
+"""Training by several processes, the ranks: what a session does otherwise than one of a single process.
+
+Parameters, gradients and optimizer states are divided among the ranks (ZeRO): of every chunk each rank keeps a slice.
+The library gathers parameters for the operators that use them, and adds gradients. So all ranks have to make the same
+calls in the same order: the same forward and backward passes, clipping, steps, and copies of parameters.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import hashlib
+import os
+import socket
+import typing
+
+import torch
+import torch.distributed as dist
+
+from .. import abi
+from ..abi import GeminiError
+from ..manager import STATES, Manager
+from .arenas import ALIGNMENT, DTYPES, PIECE_BYTES, Place
+from .memory import host_tensor
+
+if typing.TYPE_CHECKING:
+    from .model import Record
+    from .session import Session
+
+_Pieces = typing.Iterator[tuple[int, torch.Tensor]]
+
+
+def find(process_group: typing.Any) -> typing.Any:
+    """The process group whose processes are the ranks of a session.
+
+    Args:
+        process_group: What init() was given.
+
+    Returns:
+        That group; without one, the default group of torch.distributed, which is made here if the script, under
+        torchrun, has made none; or None: there is one process.
+    """
+    if not dist.is_available():
+        return None
+    if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+            dist.init_process_group("gloo")
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if process_group is None or dist.get_world_size(process_group) == 1:
+        return None
+    return process_group
+
+
+def host_share(process_group: typing.Any) -> int:
+    """This process's part of the host memory that the library would take by itself, which all ranks of a host share."""
+    with Manager(device_memory=64 << 10, chunk_size=64 << 10) as probe:
+        free = probe.stats()["budget_bytes"]["host"]
+    mine = socket.gethostname(), free
+    theirs: list[typing.Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(theirs, mine, group=process_group)
+    here = [other for host, other in theirs if host == mine[0]]
+    return min(here) // len(here)
+
+
+class SlicedPlace(Place):
+    """A place in an arena that is divided among ranks. On the host there are only the slices of this rank.
+
+    Parameters can be acquired whole on the device, by all ranks together. States are nowhere whole.
+    """
+
+    __slots__ = ()
+
+    def make_tensor(self, stride):
+        if self.address:
+            return super().make_tensor(stride)
+        contiguous = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return contiguous if stride is None else contiguous.as_strided(self.shape, stride)
+
+    @property
+    def ranks(self) -> Ranks:
+        ranks = self.session.ranks
+        assert ranks is not None
+        return ranks
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.follows is not None and self.address != 0
+
+    def access(
+        self, mode: int, tier: int = abi.TIER_DEVICE, offset: int = 0, size_bytes: int | None = None
+    ) -> abi.Access:
+        if self.is_gradient and tier == abi.TIER_DEVICE and not self.ranks.storing:
+            raise GeminiError(
+                f"{self.name}: a gradient is divided among the ranks: it can be clipped, scaled and dropped, but its "
+                "elements can be neither read nor written"
+            )
+        return super().access(mode, tier, offset, size_bytes)
+
+    def host_pieces(self, mode: int, begin: int = 0, end: int | None = None) -> _Pieces:
+        """As of a place, but only the elements that this rank keeps."""
+        self.session.refuse_closed(self.name)
+        itemsize = self.dtype.itemsize
+        end = self.elements if end is None else end
+        for first, last in self.slices(begin, end):
+            for at in range(first, last, PIECE_BYTES // itemsize):
+                count = min(PIECE_BYTES // itemsize, last - at)
+                access = super().access(mode, abi.TIER_HOST, at * itemsize, count * itemsize)
+                with self.session.holds.acquired(access, 1, abi.STREAM_CALLER):
+                    yield at, host_tensor(access.ptr, count, self.dtype)
+
+    def slices(self, begin: int, end: int) -> typing.Iterator[tuple[int, int]]:
+        """The elements from begin to end that this rank keeps, as ranges of elements."""
+        itemsize, session = self.dtype.itemsize, self.session
+        where = session.manager.range(self.object, "read", begin * itemsize + self.base, (end - begin) * itemsize)
+        for offset, size in session.manager.slices(where) if end > begin else ():
+            yield (offset - self.base) // itemsize, (offset - self.base + size) // itemsize
+
+    def read_to(self, out: torch.Tensor, begin: int = 0) -> None:
+        """As of a place. All ranks have to call it."""
+        end = begin + out.numel()
+        if self.address and not self.is_gradient:
+            for first, piece in self.device_pieces(abi.READ, begin=begin, end=end):
+                out[first - begin : first - begin + piece.numel()].copy_(piece)
+            return
+        step = PIECE_BYTES // self.dtype.itemsize
+        for first in range(begin, end, step):
+            self._exchange(out[first - begin : first - begin + step], first)
+
+    def _exchange(self, out: torch.Tensor, begin: int) -> None:
+        """Reads elements from the slices of all ranks."""
+        ranks, end = self.ranks, begin + out.numel()
+        mine = array.array("q", [at for part in self.slices(begin, end) for at in part])
+        values = torch.empty(sum(mine[1::2]) - sum(mine[::2]), dtype=self.dtype)
+        at = 0
+        for _, piece in self.host_pieces(abi.READ, begin, end):
+            values[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        parts = [array.array("q", part) for part in ranks.exchange_any(mine.tobytes())]
+        for part, data in zip(parts, ranks.exchange_any(values.view(torch.uint8).numpy().tobytes())):
+            theirs = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+            at = 0
+            for first, last in zip(part[::2], part[1::2]):
+                out[first - begin : last - begin].copy_(theirs[at : at + last - first])
+                at += last - first
+
+    def write(self, values: torch.Tensor) -> None:
+        """As of a place; this rank writes what it keeps."""
+        flat = self.in_order(values.detach())
+        for first, piece in self.host_pieces(abi.WRITE):
+            piece.copy_(flat[first : first + piece.numel()])
+
+
+class Ranks:
+    """The ranks of a session.
+
+    Attributes:
+        rank: This process's number.
+        count: How many ranks there are.
+        group: The library's handle of the group.
+        stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too.
+        storing: Whether a gradient is being stored.
+    """
+
+    def __init__(self, session: Session, process_group: typing.Any, stage: int, deadline: float) -> None:
+        """
+        Args:
+            session: Whose manager is open.
+            process_group: A process group of torch.distributed, whose ranks these are.
+            stage: 1, 2 or 3.
+            deadline: Seconds to wait for a rank that makes no progress. 0: 10.
+        """
+        self.session = session
+        self.process_group = process_group
+        self.rank, self.count = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.stage = stage
+        self.storing = False
+        self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
+        self.taken = False  # a step has used the gradients
+        self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
+        name = [session.manager.group_id(self.count)] if self.rank == 0 else [None]
+        dist.broadcast_object_list(name, dist.get_global_rank(process_group, 0), group=process_group)
+        self.group = session.manager.group_open(typing.cast(bytes, name[0]), self.rank, self.count, deadline)
+
+    # ---- what ranks tell each other
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Brings bytes of each rank, of the same number on all, to all ranks. Blocks until all have called it."""
+        return self.session.manager.group_exchange(self.group, mine, self.count)
+
+    def exchange_any(self, mine: bytes) -> list[bytes]:
+        """Likewise, of any number."""
+        sizes = [int.from_bytes(size, "little") for size in self.exchange(len(mine).to_bytes(8, "little"))]
+        padded = self.exchange(mine.ljust(max(sizes), b"\0"))
+        return [data[:size] for data, size in zip(padded, sizes)]
+
+    @contextlib.contextmanager
+    def together(self) -> typing.Iterator[None]:
+        """A context manager: an exception within it on one rank is an exception on all of them."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        texts = self.exchange_any(str(error or "").encode() or repr(error).encode() if error else b"")
+        if error:
+            raise error
+        for rank, text in enumerate(texts):
+            if text:
+                raise GeminiError(f"rank {rank}: {text.decode(errors='replace')}", "PEER")
+
+    def on_any(self, flags: typing.Sequence[bool]) -> list[bool]:
+        """Which of some flags are set on any rank."""
+        return [any(flag) for flag in zip(*self.exchange(bytes(flags)))] if flags else []
+
+    def check_layout(self, what: str, lines: typing.Sequence[str]) -> None:
+        """Raises GeminiError unless all ranks have the same lines, which describe a model or an optimizer."""
+        text = "\n".join(lines).encode()
+        digest = hashlib.sha256(text).digest()
+        if len(set(self.exchange(digest))) == 1:
+            return
+        texts = [one.decode(errors="replace").split("\n") for one in self.exchange_any(text)]
+        for rank, other in enumerate(texts):
+            for i in range(max(len(other), len(texts[0]))):
+                here, there = (some[i] if i < len(some) else "nothing" for some in (texts[0], other))
+                if here != there:
+                    raise GeminiError(
+                        f"ranks have different {what}: rank 0 has {here}, rank {rank} has {there}", "PEER"
+                    )
+
+    # ---- models
+    def check_model(self, records: typing.Mapping[str, Record]) -> None:
+        """Raises GeminiError unless the parameters of a model are the same, and at the same places, on all ranks."""
+        self.check_layout(
+            "models",
+            [
+                f"parameter {name} of {tuple(one.place.shape)}, {str(one.place.dtype).removeprefix('torch.')}, "
+                f"{'trained' if one.param.requires_grad else 'frozen'}, at byte {one.place.offset}"
+                for name, one in records.items()
+            ],
+        )
+
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Gives the buffers of rank 0 to all ranks, as DistributedDataParallel does."""
+        for buffer in module.buffers():
+            if buffer.numel() and not buffer.is_meta and not hasattr(buffer, "_gm_place"):
+                values = buffer.detach().contiguous()
+                dist.broadcast(values, dist.get_global_rank(self.process_group, 0), group=self.process_group)
+                buffer.data.copy_(values)
+
+    def renew_master(self, place: Place, master: Place, unsure: bool) -> None:
+        """Makes this rank's slices of fp32 copies what the parameters are. See Record.renew_master()."""
+        assert isinstance(place, SlicedPlace)
+        for first, last in place.slices(0, place.elements):
+            for at in range(first, last, PIECE_BYTES // 4):
+                values = torch.empty(min(PIECE_BYTES // 4, last - at), dtype=place.dtype)
+                for _, piece in place.host_pieces(abi.READ, at, at + values.numel()):
+                    values.copy_(piece)
+                for _, piece in master.host_pieces(abi.READ_WRITE, at, at + values.numel()):
+                    if unsure and torch.equal(piece.to(values.dtype).view(torch.int16), values.view(torch.int16)):
+                        continue
+                    piece.copy_(values)
+
+    # ---- gradients
+    def backward_begins(self) -> None:
+        """A backward pass adds to the gradients of the passes since the last step, or to zeros if they were dropped.
+
+        Raises:
+            GeminiError: Only some were dropped, or none after a step.
+        """
+        self.stored.clear()
+        kept = [record for record in self.trained() if record.has_grad]
+        if kept and (self.taken or len(kept) < len(self.trained())):
+            raise GeminiError(
+                f"the gradient of parameter {kept[0].name} was not dropped "
+                f"{'after the last step' if self.taken else 'together with others'}: on several ranks call "
+                "optimizer.zero_grad(), for all parameters, after each step"
+            )
+        if not kept:
+            if not self.taken:
+                self.session.arenas.gradients_zero()
+            self.absent.clear()
+            self.taken = False
+
+    def trained(self) -> list[Record]:
+        """The records of parameters that get gradients, in the same order on all ranks."""
+        records = {record: None for model in self.session.models for record in model.records.values()}
+        return [record for record in records if record.hook is not None and record.trainable]
+
+    def store(self, record: Record, values: torch.Tensor) -> None:
+        """Stores this rank's gradient, a part of the mean over all ranks, which the library adds."""
+        session, place = self.session, record.grad_place
+        if record in self.stored:
+            raise GeminiError(
+                f"parameter {record.name} gets a second gradient in one backward pass, which ranks cannot add: modules "
+                "that reentrant checkpoints use several times are not supported on several ranks"
+            )
+        if record.scale != 1.0:
+            raise GeminiError(
+                f"parameter {record.name} gets another gradient after its gradient was clipped or scaled: on several "
+                "ranks clip after the last backward pass"
+            )
+        if place.elements:
+            self.storing = True
+            try:
+                mode = abi.READ_WRITE if record.has_grad else abi.WRITE
+                use = session.holds.use(((place, 0, place.size_bytes, mode),), "grad")
+                if not session.brackets.op_open:
+                    session.brackets.op_begin(use.forward_name)
+                stream = session.holds.stream()
+                session.holds.acquire_use(use, stream)
+                try:
+                    if record.has_grad:  # of an earlier pass: what has been added over the ranks is zero here
+                        place.tensor.add_(values / self.count)
+                    else:
+                        torch.div(values, self.count, out=place.tensor)
+                finally:
+                    session.holds.release_use(use, stream)
+            finally:
+                self.storing = False
+            self.complete(record)
+        record.has_grad, record.norm = True, None
+        self.stored[record] = None
+        self.absent.discard(record)
+
+    def complete(self, record: Record) -> None:
+        """Tells the library that the gradient of this pass is complete, also one that is zero."""
+        manager, tensor = self.session.manager, record.grad_place.object
+        if not record.grad_place.elements:
+            return
+        state = manager.tensor_info(tensor).state
+        if state == STATES["free"]:
+            manager.tensor_state_set(tensor, "hold")
+        if state != STATES["ready_for_reduce"]:
+            manager.tensor_state_set(tensor, "ready_for_reduce")
+
+    def backward_ends(self) -> None:
+        """Gradients that this rank has not made are zeros."""
+        for record in self.trained():
+            if record not in self.stored:
+                self.complete(record)
+                if not record.has_grad:
+                    record.has_grad, record.norm = True, None
+                    self.absent.add(record)
+        self.stored.clear()
+
+    def norm(self, record: Record) -> torch.Tensor:
+        """The norm of a gradient over all ranks, times its factor."""
+        session, place, out = self.session, record.grad_place, ctypes.c_double()
+        session.brackets.op_end()
+        if place.elements:
+            access = Place.access(place, abi.READ)
+            session.lib.norm(session.handle, ctypes.byref(access), DTYPES[place.dtype], session.holds.stream(), out)
+        return torch.tensor(out.value * record.scale, dtype=torch.float32, device=session.device)
+
+    # ---- steps
+    def present(self, records: typing.Sequence[Record]) -> set[Record]:
+        """The records whose gradient some rank has made, which a step updates."""
+        self.taken = True
+        flags = self.on_any([record.has_grad and record not in self.absent for record in records])
+        return {record for record, flag in zip(records, flags) if flag}
+
+    def elements(self, arena: int, itemsize: int) -> int:
+        """The elements of an arena, all of which an update takes."""
+        size = self.session.manager.arena_info(arena).size_bytes
+        return -(-size // itemsize // ALIGNMENT) * ALIGNMENT if size % itemsize else size // itemsize

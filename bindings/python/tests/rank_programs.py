@@ -1,0 +1,306 @@
+"""What each rank does in test_ranks.py: `python rank_programs.py PROGRAM OUT ARGUMENTS`, in torchrun's environment.
+
+A program returns tensors and numbers, or raises; both go to OUT.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed
+from torch import nn
+
+import libgemini.torch as gm
+from conftest import VOCAB, tiny
+from libgemini.torch import tensorfile
+
+ROWS, LENGTH, WIDTH = 4, 12, 96
+
+
+class Choice(nn.ModuleList):
+    """Layers of which a batch uses some."""
+
+    def forward(self, x, branches):
+        for branch in branches:
+            x = torch.tanh(self[branch](x))
+        return x
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.choice = Choice(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, input_ids, labels, branches=(0, 1)):
+        x = self.choice(torch.tanh(self.first(input_ids)), branches)
+        return {"loss": (self.last(x).squeeze(-1) - labels).square().mean()}
+
+
+def build(name, dtype="float32"):
+    if name == "branches":
+        torch.manual_seed(0)
+        return Branches().to(getattr(torch, dtype))
+    made = tiny(name, getattr(torch, dtype))
+    for module in made.modules():
+        if isinstance(getattr(module, "dropout", None), float):  # T5's attention has a number, not a module
+            module.dropout = 0.0
+    return made
+
+
+def rows(name, step, begin, end):
+    """Rows of the batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    if name == "branches":
+        ids = torch.randn(ROWS, WIDTH, generator=generator)
+        return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end]
+    return {"input_ids": ids, "labels": ids}
+
+
+def adamw(model, **more):
+    # A large eps: with a small one, AdamW makes a step of a gradient that consists of rounding errors.
+    return torch.optim.AdamW(model.parameters(), **{"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1, **more})
+
+
+def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, **inputs):
+    """Trains on rows begin to end of each batch, in `micro` parts. Returns losses, and norms before and after
+    clipping.
+    """
+    losses, norms, after = [], [], []
+    for step in range(count):
+        total, length = 0.0, (end - begin) // micro
+        for first in range(begin, end, length):
+            loss = model(**rows(name, step, first, first + length), **inputs)["loss"] / micro
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            after.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8 * clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "after": after}
+
+
+def share(ranks, rank):
+    return {"begin": ROWS // ranks * rank, "end": ROWS // ranks * (rank + 1)}
+
+
+def rank_and_count():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@contextlib.contextmanager
+def session(zero=3, memory="1MiB", **more):
+    gm.init(
+        device="cpu",
+        strict=True,
+        chunk_size="64KiB",
+        host_memory="64MiB",
+        device_memory=memory,
+        zero=zero,
+        **{"deadline": 30.0, **more},
+    )
+    try:
+        yield gm.session()
+    finally:
+        gm.close()
+
+
+def state(model, optimizer):
+    """All parameters, states and buffers, which all ranks copy together."""
+    out = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for number, values in optimizer.state_dict()["state"].items():
+        out.update({f"{number}.{name}": value for name, value in values.items()})
+    return out
+
+
+# ---- programs
+def training(
+    *, model, zero=3, memory="1MiB", dtype="float32", frozen=(), wrapped=False, branches=None, unit=None, **more
+):
+    """Trains a model; returns losses, norms, statistics, and the state in the end."""
+    rank, count = rank_and_count()
+    inputs = {} if branches is None else {"branches": branches[rank]}
+    with session(zero, memory) as opened:
+        torch.manual_seed(100 + rank)
+        made = build(model, dtype)
+        for name, param in made.named_parameters():
+            param.requires_grad_(not any(part in name for part in frozen))
+        made, optimizer = gm.prepare(made, adamw(made))
+        if unit:
+            gm.unit(made.get_submodule(unit))
+        called = nn.parallel.DistributedDataParallel(made) if wrapped else made
+        out = steps(called, optimizer, model, **share(count, rank), **inputs, **more)
+        out["stats"] = opened.manager.group_stats(opened.ranks.group)
+        out["host"] = opened.manager.stats()["used_bytes"]["host"]
+        return {**out, "state": state(made, optimizer)}
+
+
+def several(*, cases):
+    """The outcomes of several programs, one after the other: [name, arguments]."""
+    return [outcome_of(name, arguments) for name, arguments in cases]
+
+
+def built_in(*, model, zero=3):
+    """Builds the model in the session, from one seed, and trains it."""
+    rank, count = rank_and_count()
+    context = gm.init(
+        device="cpu", strict=True, chunk_size="64KiB", host_memory="64MiB", device_memory="1MiB", zero=zero
+    )
+    try:
+        with context:
+            made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made))
+        return {**steps(made, optimizer, model, **share(count, rank)), "state": state(made, optimizer)}
+    finally:
+        gm.close()
+
+
+def resumed(*, model, zero=3):
+    """Trains, loads the state anew into another model and optimizer, and goes on."""
+    rank, count = rank_and_count()
+    with session(zero):
+        made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build(model)))
+        steps(made, optimizer, model, **share(count, rank), count=2)
+        weights, states = made.state_dict(), optimizer.state_dict()
+        weights = {name: value.clone() for name, value in weights.items()}
+    with session(zero):
+        made = build(model)
+        with torch.no_grad():
+            for param in made.parameters():
+                param.fill_(float("nan"))
+        made, optimizer = gm.prepare(made, adamw(made))
+        made.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        return {**steps(made, optimizer, model, **share(count, rank), count=2), "state": state(made, optimizer)}
+
+
+def saving(*, folder, model, count, dies=False):
+    """Trains and saves a checkpoint. dies: rank 1 is killed while it writes its slices of the second one."""
+    rank, ranks = rank_and_count()
+    with session(deadline=4.0 if dies else 60.0):
+        made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made))
+        out = steps(made, optimizer, model, **share(ranks, rank), count=count)
+        gm.save(folder, made, optimizer, extra={"step": count})
+        if dies:
+            steps(made, optimizer, model, **share(ranks, rank), count=1)
+            if rank == 1:
+                tensorfile._store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            gm.save(folder, made, optimizer)
+        return {**out, "state": state(made, optimizer), "folder": folder}
+
+
+def loading(*, folder, model, count):
+    """Loads a checkpoint into a model of other values, and goes on for `count` steps."""
+    rank, ranks = rank_and_count()
+    with session():
+        made = build(model)
+        with torch.no_grad():
+            for param in made.parameters():
+                param.fill_(float("nan"))
+        made, optimizer = gm.prepare(made, adamw(made))
+        extra = gm.load(folder, made, optimizer)
+        loaded = state(made, optimizer)
+        return {**steps(made, optimizer, model, **share(ranks, rank), count=count), "state": loaded, "extra": extra}
+
+
+def example(*, code, folder):
+    """Runs a trainer's example, with a budget for this machine in the place of the example's."""
+    os.chdir(folder)
+    init = gm.init
+    gm.init = lambda **_: init(device="cpu", strict=True, chunk_size="64KiB", device_memory="2MiB")
+    names = {"__name__": "example"}
+    try:
+        exec(compile(code, "example", "exec"), names)
+        model = getattr(names["model"], "module", names["model"])
+        return {
+            "losses": names["losses"],
+            "values": {name: param.detach().clone() for name, param in model.named_parameters()},
+        }
+    finally:
+        gm.init = init
+        gm.close()
+
+
+def another_model():
+    """Rank 1 makes a layer of another size."""
+    rank, _ = rank_and_count()
+    with session():
+        gm.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9 if rank else 10)))
+
+
+def ends(*, point, how):
+    """Rank 1 is killed, or raises, in the forward pass, the backward pass, or before the step."""
+    rank, count = rank_and_count()
+    with session(deadline=4.0):
+        made = build("branches")
+        made, optimizer = gm.prepare(made, adamw(made))
+        steps(made, optimizer, "branches", **share(count, rank), count=2)
+
+        def end(*_):
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("rank 1 gives up")
+
+        if rank == 1 and point == "forward":
+            made.last.register_forward_pre_hook(end)
+        if rank == 1 and point == "backward":
+            made.choice[0].register_full_backward_hook(end)
+        loss = made(**rows("branches", 2, **share(count, rank)))["loss"]
+        loss.backward()
+        if rank == 1 and point == "step":
+            end()
+        optimizer.step()
+        steps(made, optimizer, "branches", **share(count, rank), count=1)
+
+
+def refusals():
+    """What is refused on several ranks. Returns the messages."""
+    rank, count = rank_and_count()
+    out = {}
+
+    def refused(name, function):
+        try:
+            function()
+        except gm.GeminiError as error:
+            out[name] = str(error)
+
+    refused("zero", lambda: gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", zero=4))
+    with session():
+        made = build("gpt2")
+        refused("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), 0.1)))
+        refused("amsgrad", lambda: gm.prepare(made, adamw(made, amsgrad=True)))
+        refused("early", lambda: gm.prepare(made, adamw(made), step_in_backward=True))
+        made, optimizer = gm.prepare(made, adamw(made))
+        refused("second", lambda: gm.prepare(made, adamw(made)))
+        weight = made.transformer.wte.weight
+        made(**rows("gpt2", 0, **share(count, rank)))["loss"].backward()
+        refused("read", lambda: weight.grad[0, 0].item())
+        refused("write", lambda: weight.grad.add_(1.0))
+        refused("assign", lambda: setattr(weight, "grad", torch.zeros(weight.shape)))
+        optimizer.step()
+        refused("state", lambda: optimizer.state[weight]["exp_avg"])
+    return out
+
+
+def outcome_of(program, arguments):
+    try:
+        return globals()[program](**arguments)
+    except BaseException as error:
+        return {"type": type(error).__name__, "text": str(error)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    program, path, arguments = sys.argv[1:]
+    torch.save(outcome_of(program, json.loads(arguments)), path)
+    os._exit(0)  # another rank may have ended: nothing is said to it

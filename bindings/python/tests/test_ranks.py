@@ -1,0 +1,293 @@
+"""Training by several processes on the simulated device, against one process of torch alone with the whole batch.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rank_programs
+from conftest import far_apart
+from test_trainers import source_of, without
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
+
+
+def start(where, ranks, program, **arguments):
+    """Starts the ranks of a program of rank_programs.py. Returns their processes and the paths of their outcomes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes, paths = [], []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+        paths.append(where / f"{program}-{rank}.pt")
+        command = [sys.executable, os.path.join(HERE, "rank_programs.py"), program, paths[-1], json.dumps(arguments)]
+        processes.append(subprocess.Popen(command, env=environment, cwd=HERE))
+    return processes, paths
+
+
+def run(where, ranks, program, **arguments):
+    """The outcome of each rank."""
+    processes, paths = start(where, ranks, program, **arguments)
+    try:
+        assert [process.wait(300) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    outcomes = [torch.load(path, weights_only=False) for path in paths]
+    return outcomes
+
+
+def by_one_process(model, *, frozen=(), dtype="float32", order=None, **more):
+    """What torch alone computes from the whole batch."""
+    made = rank_programs.build(model, dtype)
+    for name, param in made.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen))
+    optimizer = rank_programs.adamw(made)
+    out = rank_programs.steps(made, optimizer, model, begin=0, end=rank_programs.ROWS, **more)
+    return {**out, "state": rank_programs.state(made, optimizer)}
+
+
+def check(outcomes, wanted, tolerance=1e-6):
+    """All ranks have the same bits, which are close to what was wanted; clipping clipped."""
+    for outcome in outcomes:
+        assert outcome["state"].keys() == outcomes[0]["state"].keys()
+        for name, value in outcomes[0]["state"].items():
+            assert torch.equal(outcome["state"][name], value), name
+        assert outcome["norms"] == outcomes[0]["norms"] and outcome["after"] == outcomes[0]["after"]
+    assert far_apart(outcomes[0]["state"], wanted["state"]) <= tolerance
+    losses = [sum(values) / len(outcomes) for values in zip(*(outcome["losses"] for outcome in outcomes))]
+    assert losses == pytest.approx(wanted["losses"], rel=1e-5)
+    assert outcomes[0]["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    assert outcomes[0]["after"] == pytest.approx(wanted["after"], rel=1e-5)
+
+
+CLIPPED = {"model": "gpt2", "clip": 0.5}
+FROZEN = {"model": "gpt2", "frozen": ["wte", "h.1.", "bias"]}
+CASES = {  # by name: the program and its arguments; processes that train all of them cost less than some for each
+    "zero 1": ("training", {**CLIPPED, "zero": 1}),
+    "zero 2": ("training", {**CLIPPED, "zero": 2}),
+    "zero 3": ("training", {**CLIPPED, "zero": 3}),
+    "llama": ("training", {"model": "llama", "clip": 0.5}),
+    "t5": ("training", {"model": "t5", "clip": 0.01}),
+    "mixtral": ("training", {"model": "mixtral", "clip": 0.5}),
+    "zero 1, accumulation": ("training", {**CLIPPED, "zero": 1, "micro": 2, "wrapped": True}),
+    "zero 2, accumulation": ("training", {**CLIPPED, "zero": 2, "micro": 2}),
+    "zero 3, accumulation": ("training", {**CLIPPED, "zero": 3, "micro": 2, "wrapped": True}),
+    "frozen": ("training", FROZEN),
+    "built in": ("built_in", {"model": "gpt2"}),
+}
+LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
+OTHERS = {
+    "bf16": ("training", {"model": "gpt2", "dtype": "bfloat16", "clip": 0.5}),
+    "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice"}),
+    "no unit": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]]}),
+    "resumed": ("resumed", {"model": "gpt2"}),
+    "saving": ("saving", {}),
+    "another model": ("another_model", {}),
+    "refusals": ("refusals", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """By number of ranks and name of a case, the outcome of each rank."""
+    out = {}
+    for ranks, cases in (2, {**CASES, **OTHERS}), (4, {name: CASES[name] for name in LARGER}):
+        folder = tmp_path_factory.mktemp("ranks")
+        if "saving" in cases:
+            cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
+        by_rank = run(folder, ranks, "several", cases=list(cases.values()))
+        out.update({(ranks, name): outcome for name, *outcome in zip(cases, *by_rank)})
+    return out
+
+
+def good(outcomes):
+    for rank, outcome in enumerate(outcomes):
+        assert "text" not in outcome, f"rank {rank}: {outcome['text']}"
+    return outcomes
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*((2, name) for name in CASES), *((4, name) for name in LARGER)])
+def test_ranks_compute_what_one_process_computes(outcomes, ranks, name):
+    arguments = {key: value for key, value in CASES[name][1].items() if key not in ("zero", "wrapped")}
+    wanted = by_one_process(**arguments)
+    if "clip" in arguments:
+        assert min(wanted["norms"]) > arguments["clip"]
+    check(good(outcomes[ranks, name]), wanted)
+
+
+def test_parameters_in_16_bits(outcomes):
+    """They have fp32 copies, so they come close to what fp32 computes."""
+    found, wanted = good(outcomes[2, "bf16"]), by_one_process("gpt2", clip=0.5)
+    check(found, {**found[0], "losses": [sum(both) / 2 for both in zip(*(one["losses"] for one in found))]})
+    assert found[0]["losses"] != wanted["losses"]
+    assert sum(one["losses"][-1] for one in found) / 2 == pytest.approx(wanted["losses"][-1], rel=2e-2)
+    for number, (name, _) in enumerate(rank_programs.build("gpt2").named_parameters()):
+        master, param = found[0]["state"][f"{number}.master"], wanted["state"][name]
+        assert (master - param).abs().mean() < 1e-3, name
+
+
+def test_what_some_ranks_or_none_use(outcomes):
+    """Rank 0 uses branches 0 and 1, rank 1 branches 0 and 2; nobody uses 3, which keeps its values and has no state."""
+    branches = [[0, 1], [0, 2]]
+    made = rank_programs.build("branches")
+    optimizer = rank_programs.adamw(made)
+    before = made.choice[3].weight.detach().clone()
+    losses = []
+    for step in range(4):
+        parts = [
+            made(**rank_programs.rows("branches", step, **rank_programs.share(2, rank)), branches=branches[rank])[
+                "loss"
+            ]
+            for rank in range(2)
+        ]
+        (sum(parts) / 2).backward()
+        losses.append(sum(parts).item() / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {"losses": losses, "norms": [], "after": [], "state": rank_programs.state(made, optimizer)}
+    check(good(outcomes[2, "branches"]), wanted)
+    assert torch.equal(outcomes[2, "branches"][0]["state"]["choice.3.weight"], before)
+    for outcome in outcomes[2, "no unit"]:
+        assert "ranks differ: rank" in outcome["text"]
+        assert "choice.1.weight" in outcome["text"] and "choice.2.weight" in outcome["text"]
+
+
+def test_states_are_copied_and_loaded(outcomes):
+    made = rank_programs.build("gpt2")
+    optimizer = rank_programs.adamw(made)
+    whole = {"begin": 0, "end": rank_programs.ROWS, "count": 2}
+    rank_programs.steps(made, optimizer, "gpt2", **whole)
+    wanted = rank_programs.steps(made, optimizer, "gpt2", **whole)
+    check(good(outcomes[2, "resumed"]), {**wanted, "state": rank_programs.state(made, optimizer)})
+
+
+def same_state(outcome, wanted):
+    assert outcome["state"].keys() == wanted["state"].keys()
+    for name, value in wanted["state"].items():
+        assert torch.equal(outcome["state"][name], value), name
+
+
+def test_checkpoints_know_no_number_of_ranks(tmp_path, outcomes):
+    """Saved by 3 ranks, loaded by 1, 2 and 4; saved by 1, loaded by 2; saved by 2, loaded by transformers."""
+    folder = str(tmp_path / "three")
+    saved = good(run(tmp_path, 3, "saving", folder=folder, model="branches", count=2))[0]
+    for ranks in 1, 2, 4:
+        for outcome in good(run(tmp_path, ranks, "loading", folder=folder, model="branches", count=2)):
+            same_state(outcome, saved)
+            assert outcome["extra"] == {"step": 2}
+    folder = str(tmp_path / "one")
+    saved = good(run(tmp_path, 1, "saving", folder=folder, model="branches", count=2))[0]
+    for outcome in good(run(tmp_path, 2, "loading", folder=folder, model="branches", count=1)):
+        same_state(outcome, saved)
+    saved = good(outcomes[2, "saving"])[0]
+    model = pytest.importorskip("transformers").GPT2LMHeadModel.from_pretrained(saved["folder"])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved["state"][name]), name
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    saved = good(run(tmp_path, 3, "saving", folder=folder, model="branches", count=2))[0]
+    processes, paths = start(tmp_path, 3, "saving", folder=folder, model="branches", count=2, dies=True)
+    assert [process.wait(120) for process in processes] == [0, -9, 0]
+    for rank in 0, 2:
+        outcome = torch.load(paths[rank], weights_only=False)
+        assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
+    assert not os.path.exists(folder + ".saving")
+    for outcome in good(run(tmp_path, 2, "loading", folder=folder, model="branches", count=1)):
+        same_state(outcome, saved)
+
+
+def test_each_rank_keeps_its_part(outcomes):
+    """Host memory of four ranks, in all, is that of one model and its states, and what chunks and slices waste."""
+    made = rank_programs.build("gpt2")
+    model = 16 * sum(param.numel() for param in made.parameters())
+    for outcome in good(outcomes[4, "zero 3"]):
+        assert outcome["stats"]["gathered_bytes"] > 0 and outcome["stats"]["reduced_chunks"] > 0
+        assert outcome["host"] <= model / 4 + 5 * (64 << 10)
+
+
+def test_another_model_on_one_rank(outcomes):
+    for outcome in outcomes[2, "another model"]:
+        assert outcome["type"] == "GeminiError"
+        assert "rank 0 has parameter 1.weight of (10, 8)" in outcome["text"]
+        assert "rank 1 has parameter 1.weight of (9, 8)" in outcome["text"]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_ends_is_named(tmp_path, where, how):
+    processes, paths = start(tmp_path, 3, "ends", point=where, how=how)
+    try:
+        ends = [process.wait(60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert ends == [0, -9 if how == "killed" else 0, 0]
+    for rank in 0, 2:
+        outcome = torch.load(paths[rank], weights_only=False)
+        assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
+
+
+def test_what_is_refused(outcomes):
+    wanted = {
+        "zero": "zero is 4: want 1, 2 or 3",
+        "sgd": "SGD",
+        "amsgrad": "AdamW",
+        "early": "step_in_backward is not supported",
+        "second": "a second optimizer",
+        "read": "transformer.wte.weight.grad: a gradient is divided among the ranks",
+        "write": "transformer.wte.weight.grad: a gradient is divided among the ranks",
+        "assign": "transformer.wte.weight.grad is set",
+        "state": "take optimizer.state_dict()",
+    }
+    for outcome in good(outcomes[2, "refusals"]):
+        assert outcome.keys() == wanted.keys()
+        for name, text in wanted.items():
+            assert text in outcome[name], outcome[name]
+
+
+def test_the_example_of_the_page(tmp_path):
+    """torchrun with 2 processes prints the losses of one process, and saves what transformers loads."""
+    example = os.path.join(HERE, "..", "examples", "several_processes.py")
+    transformers = pytest.importorskip("transformers")
+    said, models = [], []
+    for name, command in ("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        folder = tmp_path / name
+        done = subprocess.run(
+            [sys.executable, *command, example, folder], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        said.append([float(word) for word in done.stdout.split("losses:")[1].split()])
+        models.append(transformers.LlamaForCausalLM.from_pretrained(folder).state_dict())
+    assert said[1] == pytest.approx(said[0], abs=2e-4) and said[0][-1] < said[0][0]
+    assert far_apart(*models) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["trainer", "accelerate"])
+def test_trainers(tmp_path, name):
+    """The example of a trainer on 2 ranks, beside itself without libgemini, where torch's DDP adds gradients."""
+    code = source_of(name, "AdamW")
+    cases = [("example", {"code": part, "folder": str(tmp_path)}) for part in (code, without(code))]
+    for ours, plain in run(tmp_path, 2, "several", cases=cases):
+        good([ours, plain])
+        assert len(set(ours["losses"])) >= 8
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert far_apart(ours["values"], plain["values"]) < 1e-5

@@ -1,0 +1,259 @@
+/* libgemini: groups of processes that divide a model's bytes among them (ZeRO).
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Its words and conventions are those of gemini.h.
+ *
+ * Each process, a *rank*, has a manager and a device of its own. An arena that is created with a group
+ * (gemini_arena_config_t.group) is *sharded*: each of its chunks is divided into equal *slices*, one for each rank, and
+ * a rank keeps only its own slices in host memory and files. An acquire on the device gathers the whole chunk from all
+ * ranks. Arenas that follow a sharded one are divided in the same way, element by element: gradients are added over all
+ * ranks, and the states of the optimizer exist in slices only (Rajbhandari et al., "ZeRO", 2020, section 5).
+ *
+ * What calls mean for sharded arenas:
+ * - gemini_acquire() on the device gives the whole range. Parameters that ranks write there should be the same on all:
+ *   each rank's own slices count. From the second iteration of a kind on, chunks are gathered ahead of the operators
+ *   that use them. States cannot be acquired on the device.
+ * - gemini_acquire() on the host gives a range within one slice of this rank; gemini_slice_next() finds these.
+ * - A gradient arena names the type of its values (dtype of its configuration), which has the size of a parameter. On
+ *   the device it has other addresses than its parameters. A rank that does not use a tensor writes no gradient: it is
+ *   zero. Gradients are added over all ranks, in float (float64 in double) and in the order of ranks (over NCCL only
+ *   with GEMINI_GROUP_RANK_ORDER, over the caller's functions as these do), when gemini_tensor_state_set() has made all
+ *   gradients of a chunk GEMINI_STATE_READY_FOR_REDUCE (ZeRO 2 and 3), or when an update or gemini_norm() needs them.
+ *   Ranks must make the same gradients ready at the same points of their programs, also those that they did not write.
+ * - With reuse, the sums take the bytes of the parameters, and an update takes them. Until then a gradient that has
+ *   been added cannot be written again.
+ * - Without reuse, gradients of several micro-batches are accumulated. The sums have bytes of their own, in slices,
+ *   and are what updates and norms get, and acquires on the host. The device has this rank's gradients that have not
+ *   been added yet; once they have, they are zero there, and their tensors GEMINI_STATE_HOLD (one that is still
+ *   READY_FOR_REDUCE need not, and cannot, be made so again). So an operator that adds to a gradient (READ_WRITE) is
+ *   right in every stage, whether the earlier ones have been added or not. Each gradient of the arena is added once in
+ *   a round, which READY_FOR_REDUCE of the first begins, and that of the last, an update or a norm ends; what is not
+ *   ready by then is added as it is. Each round is added to the sums, in float, and rounded to the type; the first one
+ *   after the arena was created or zeroed whole, or an update named it, replaces them. Sums stay as they are until
+ *   then. Refused (GEMINI_ERR_STATE): writing a gradient again that this round has added already; overwriting (WRITE)
+ *   one that is READY_FOR_REDUCE and has not been added; reading on the device what has been added, as it would give
+ *   zeros. gemini_zero() zeroes sums and what has not been added. Gradients that ranks write outside operators and
+ *   never make ready must be written by all ranks.
+ * - gemini_update() takes all elements of sharded arenas; its spans are the elements of this rank's slices, and
+ *   first_element counts in the whole arena.
+ * - gemini_load() and gemini_store() transfer this rank's slices, from and to their places in the file: all ranks name
+ *   the same file. gemini_zero() zeroes this rank's slices. gemini_norm() is that of all ranks, the same on all.
+ * - Slices cannot be changed in these ways, or by an acquire on the host, while an operator is open or while parameters
+ *   may stay gathered from one operator to the next (GEMINI_ERR_STATE), as other ranks may have gathered them. Those of
+ *   gradients can, unless some of the range have not been added.
+ * - Not supported (GEMINI_ERR_UNSUPPORTED): gemini_hint(), _move(), _pin(), _tier_bytes(), CUDA graphs, gradients that
+ *   are zeroed with reuse, or loaded, gemini_arena_take() where gradients reuse the bytes, managers with
+ *   checkpoint_name; gradients without reuse on devices other than the simulated one.
+ *
+ * All ranks must make the same calls for sharded arenas in the same order: the same tensors, operators, acquires and
+ * updates, from one thread at a time. Calls that only read or write a rank's own slices may differ. A rank that makes
+ * another call, ends or fails is noticed: the others get GEMINI_ERR_PEER, which names it, within the group's deadline.
+ * After that their memory on the host stays readable, and their managers can be closed.
+ *
+ * Transports. A group over shared memory compares each call with those of the other ranks. NCCL does not offer that: a
+ * rank that makes another call is noticed at the deadline only, if its call does not happen to fit, and messages name
+ * this rank and what it waited for. On a GPU a failed group leaves what had been queued undone: nothing that was not
+ * known to be done before is taken for done, updates on the host do not run with it, and calls that wait for the
+ * device, or use sharded arenas there, return GEMINI_ERR_PEER until the manager is closed. A caller that waits for its
+ * stream in another way finds it done, with bytes that nobody has written, and hears of it from its next call. */
+#ifndef GEMINI_GROUP_H
+#define GEMINI_GROUP_H
+
+#include <gemini.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** @defgroup group Groups
+ *  @{ */
+enum { GEMINI_GROUP_RANKS = 1024, GEMINI_GROUP_ID_BYTES = 512 };
+
+/** How the ranks of a group exchange bytes. */
+enum {
+  GEMINI_TRANSPORT_SHARED = 0, /* memory shared by processes of one machine and user; for the simulated device */
+  GEMINI_TRANSPORT_NCCL = 1    /* NCCL 2.18 or later, opened at run time as libnccl.so.2; for CUDA devices */
+};
+
+/** Names a group that is being formed. One process makes it, and the caller brings it to the others. */
+typedef struct gemini_group_id {
+  uint8_t bytes[GEMINI_GROUP_ID_BYTES];
+} gemini_group_id_t;
+
+/** Makes the name of a new group. The calling process becomes rank 0.
+ *  @param transport  GEMINI_TRANSPORT_*
+ *  @param ranks   1 to GEMINI_GROUP_RANKS
+ *  @param id_out  copied to the other ranks by the caller
+ *  @retval GEMINI_ERR_INVALID  a value is out of range, or id_out is NULL
+ *  @retval GEMINI_ERR_OOM_SYSTEM, GEMINI_ERR_UNSUPPORTED  there is no memory that processes can share, or no NCCL that
+ *           can be used
+ *  @retval GEMINI_ERR_DEVICE  NCCL failed
+ *  What it takes is given back when rank 0 ends or has opened the group. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_group_id_make(uint32_t transport, uint32_t ranks, gemini_group_id_t *id_out)
+    GEMINI_MUST_CHECK;
+
+/** Functions of the caller's, for a communicator of its own (gemini_comm_t): a framework's process group, MPI, sockets.
+ *
+ *  user is that of the table. label says what the call is for, such as an operator and a chunk; it is never NULL, valid
+ *  until return, and the same on all ranks. All ranks call the same functions with the same sizes in the same order.
+ *
+ *  buffer is memory of the manager's device: on a GPU it is device memory, on the simulated device host memory. It is
+ *  the function's until the collective is done, and all results are in place. The address is a multiple of 256 bytes.
+ *
+ *  stream: with GEMINI_COMM_QUEUES, a CUstream (cudaStream_t) of the manager's GPU. The function queues its work there,
+ *  or so that the stream waits for it, and returns without waiting for other ranks' calls; what is queued on the stream
+ *  next finds the results. Without, it is NULL, and the function returns when the results are there.
+ *
+ *  What they return: GEMINI_OK; GEMINI_ERR_PEER if another rank has ended, failed or did not come in time, best after
+ *  gemini_error_set() on the same thread with a message that names the rank. Any other status becomes GEMINI_ERR_PEER,
+ *  with the function's name and status in the message. After the first failure of any function of a table, no function
+ *  of it is called but abort(), and every call of the library that needs it fails with the first message. Functions
+ *  must not throw, call functions of the manager, or fork.
+ *
+ *  Waits: the library cannot end a function that waits. So functions end their waits themselves when another rank is
+ *  gone, or after a time that the caller finds acceptable. */
+/** buffer holds a slice of slice_bytes bytes for each rank, in the order of ranks; this rank's own slice becomes the
+ *  same slice on all ranks. */
+typedef gemini_status_t (*gemini_comm_all_gather_fn)(void *user, void *buffer, uint64_t slice_bytes, void *stream,
+                                                     const char *label);
+/** buffer, of size_bytes bytes, becomes that of rank root on all ranks. */
+typedef gemini_status_t (*gemini_comm_broadcast_fn)(void *user, void *buffer, uint64_t size_bytes, uint32_t root,
+                                                    void *stream, const char *label);
+/** buffer holds a slice of slice_count values of dtype (GEMINI_DTYPE_*) for each rank; this rank's own slice becomes
+ *  its sum over all ranks. The other slices are undefined afterwards. The function chooses the order of additions and
+ *  the type in which it adds; runs that are to compute the same bits need a fixed order, such as that of ranks. */
+typedef gemini_status_t (*gemini_comm_reduce_scatter_fn)(void *user, void *buffer, uint64_t slice_count, uint32_t dtype,
+                                                         void *stream, const char *label);
+/** buffer, of count values, becomes the sum over all ranks, with the same bits on all ranks. */
+typedef gemini_status_t (*gemini_comm_all_reduce_fn)(void *user, void *buffer, uint64_t count, uint32_t dtype,
+                                                     void *stream, const char *label);
+/** Brings size_bytes bytes of each rank to all ranks, in host memory. Always blocks. mine is borrowed until return;
+ *  all_out gets ranks * size_bytes bytes in the order of ranks. Ranks meet in it also if size_bytes is 0. */
+typedef gemini_status_t (*gemini_comm_exchange_fn)(void *user, const void *mine, uint64_t size_bytes, void *all_out,
+                                                   const char *label);
+/** The failure that the next function would return, or that work already queued has met; GEMINI_OK: none is known. It
+ *  must not wait. */
+typedef gemini_status_t (*gemini_comm_poll_fn)(void *user);
+/** Makes functions and queued work of all ranks end, with a failure. why says why; it is valid until return. Called at
+ *  most once, after the first failure of this rank; also while another thread is in a function of the table. It must
+ *  not wait. */
+typedef void (*gemini_comm_abort_fn)(void *user, const char *why);
+
+enum {
+  GEMINI_COMM_QUEUES = 1 /* collectives queue on the stream and return; needs a device with native streams */
+};
+
+/** A table of functions. A group has three: for gathers (all_gather and broadcast are needed), for sums (reduce_scatter
+ *  and all_reduce) and for exchanges (exchange). What else a table has is not called, except poll and abort, which may
+ *  be NULL. Without poll, a failure is known when a function returns it.
+ *
+ *  Threads. The collectives of one table are called by one thread at a time, in the order of the manager's calls. With
+ *  GEMINI_COMM_QUEUES that is the thread that is inside a call of the manager, which keeps the manager's lock
+ *  meanwhile; without, a thread of the library's for each table, and the manager's device must be able to wait for it,
+ *  as the simulated device does. exchange() is called by the thread that is inside a call of the manager, one at a
+ *  time. The three tables are used beside each other: one table may be given several times only if its functions may
+ *  run at the same time, in any order among ranks. poll() and abort() are called by any thread, at any time. */
+typedef struct gemini_comm {
+  uint32_t struct_size; /* bytes; set by GEMINI_COMM_INIT */
+  uint32_t flags;       /* GEMINI_COMM_* */
+  void *user;           /* the first argument of all functions */
+  gemini_comm_all_gather_fn all_gather;
+  gemini_comm_broadcast_fn broadcast;
+  gemini_comm_reduce_scatter_fn reduce_scatter;
+  gemini_comm_all_reduce_fn all_reduce;
+  gemini_comm_exchange_fn exchange;
+  gemini_comm_poll_fn poll;
+  gemini_comm_abort_fn abort;
+} gemini_comm_t;
+#define GEMINI_COMM_INIT { sizeof(gemini_comm_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+enum {
+  GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in the order of ranks, with the same bits in each run and on any
+                               * number of machines; slower. Over shared memory that is always so */
+};
+enum { GEMINI_GROUP_COMMS = 3 /* communicators of a group: gathers, sums, exchanges, in this order */ };
+
+/** Exactly one of id, nccl_comms and comms is set. */
+typedef struct gemini_group_config {
+  uint32_t struct_size; /* bytes; set by GEMINI_GROUP_CONFIG_INIT */
+  uint32_t flags;       /* GEMINI_GROUP_* */
+  uint32_t rank;        /* of this process, below ranks; each rank is one process */
+  uint32_t ranks;
+  const gemini_group_id_t *id; /* of gemini_group_id_make(), the same on all ranks; borrowed until return */
+  uint64_t deadline_ns;        /* longest wait for another rank that makes no progress; 0 = 10 seconds, over NCCL 60.
+                                * With comms 0: their functions end their waits themselves */
+  /* The caller's own communicators of NCCL: an array of GEMINI_GROUP_COMMS different ncclComm_t, each with this rank,
+   * number of ranks and GPU. The array is borrowed until return; the communicators until gemini_group_close() or
+   * gemini_manager_close() returns: nobody else uses them meanwhile, and they are neither aborted nor destroyed. After
+   * a failure, what hangs on the GPU hangs until the caller aborts them, and so do these two calls. */
+  void *const *nccl_comms;
+  /* The caller's own functions: an array of GEMINI_GROUP_COMMS pointers to tables. Array and tables are borrowed until
+   * return; functions and user until gemini_group_close() or gemini_manager_close() returns. */
+  const gemini_comm_t *const *comms;
+} gemini_group_config_t;
+#define GEMINI_GROUP_CONFIG_INIT { sizeof(gemini_group_config_t), 0, 0, 0, NULL, 0, NULL, NULL }
+
+/** Joins a group. Blocks until all ranks have; with nccl_comms it does not wait for others. With comms it calls the
+ *  exchange() of the third table once, with 8 bytes.
+ *  @param group_out  transferred to the caller; end with gemini_group_close() or gemini_manager_close()
+ *  @retval GEMINI_ERR_INVALID  a value is out of range; or id, rank and ranks are not of one group, a communicator of
+ *           nccl_comms is not of this rank, number of ranks or GPU, or a table lacks a function
+ *  @retval GEMINI_ERR_EXISTS  another process has this rank
+ *  @retval GEMINI_ERR_UNSUPPORTED  the transport does not serve the manager's device, there is no NCCL that can be
+ *           used, or rank 0 is of another user
+ *  @retval GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST, GEMINI_ERR_DEVICE  over NCCL: memory, or the GPU
+ *  @retval GEMINI_ERR_PEER  rank 0 has ended, or ranks are missing at the deadline, which the message names; NCCL or
+ *           the caller's function failed
+ *  A group over NCCL takes 12 MiB of device memory beside the manager's budget (with GEMINI_GROUP_RANK_ORDER 42 MiB), 6
+ *  MiB of page-locked host memory, and what NCCL takes. A manager has at most 16 groups. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_group_open(gemini_manager_t mgr, const gemini_group_config_t *config,
+                                             gemini_group_t *group_out) GEMINI_MUST_CHECK;
+
+/** Leaves a group. The other ranks' later calls that need this rank fail. NULL is accepted.
+ *  @retval GEMINI_ERR_BUSY  an arena of the manager is sharded over the group
+ *  Blocks until queued work of the group is done. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_group_close(gemini_manager_t mgr, gemini_group_t group);
+
+/** Brings a few bytes of each rank to all ranks. All ranks must call it, with the same size. Blocks until they have.
+ *  @param mine     size_bytes bytes; borrowed until return
+ *  @param all_out  ranks * size_bytes bytes, in the order of ranks
+ *  @retval GEMINI_ERR_PEER  another rank did not, or has failed before
+ *  One thread at a time. Over shared memory other threads may use the manager meanwhile. Over NCCL and the caller's
+ *  functions, gemini_norm() and the end of an iteration use the same communicator: if another thread's exchange is
+ *  under way, they return GEMINI_ERR_BUSY. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_group_exchange(gemini_manager_t mgr, gemini_group_t group, const void *mine,
+                                                 uint64_t size_bytes, void *all_out) GEMINI_MUST_CHECK;
+
+typedef struct gemini_group_stats_s {
+  uint32_t struct_size; /* bytes; set by GEMINI_GROUP_STATS_INIT; on return, bytes filled */
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t reserved;
+  uint64_t gathered_chunks; /* gathered so far */
+  uint64_t gathered_bytes;  /* of these, received from other ranks */
+  uint64_t reduced_chunks;  /* gradient chunks added so far, in each round anew */
+  uint64_t fetched_bytes;   /* own slices, brought to the device for a gather */
+  uint64_t stored_bytes;    /* own slices, taken from the device after a sum or a write */
+} gemini_group_stats_t;
+#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0 }
+/** Copies a group's statistics.
+ *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group,
+                                              gemini_group_stats_t *stats_out) GEMINI_MUST_CHECK;
+
+/** Finds the next part of a range that this rank keeps: the caller can acquire it on the host. Of an arena that is not
+ *  sharded every rank keeps all, in one part.
+ *  @param range       object and range; tier and mode are ignored; borrowed until return
+ *  @param from_bytes  where to look from, in the object, as offset_bytes of range
+ *  @param offset_out  of the part in the object
+ *  @param size_out    bytes; 0: there is no further part, and *offset_out is the end of the range
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_access_t *range, uint64_t from_bytes,
+                                             uint64_t *offset_out, uint64_t *size_out) GEMINI_MUST_CHECK;
+/** @} */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,515 @@
+/* Groups of ranks: joining and leaving, their streams and communicators. SPDX-License-Identifier: Apache-2.0
+ *
+ * A communicator that does not queue its calls on a device's stream blocks until all ranks have made the call. Such a
+ * call runs as a function on one of the group's streams, so the calling thread never waits for other ranks, except in
+ * gemini_group_open() and in exchanges. If the call fails, the stream fails with it, and what depends on the stream is
+ * never reported complete; gmi_groups_failure() says why.
+ *
+ * A communicator that queues is called with the manager's lock, and the stream goes on after a failure, with bytes that
+ * nobody has written. So the device is told before that can happen (distrust()), and what it is not known to have done
+ * by then is never reported complete either.
+ *
+ * But over shared memory, a thread polls the communicators: one that is not polled does not notice that a deadline has
+ * passed, and whoever waits for its work would wait for ever. When one has failed, the thread aborts the others. */
+#include "chunk/group.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/abi.h"
+#include "base/clock.h"
+#include "base/thread.h"
+#include "core/streams.h"
+#include "gemini/group.h"
+
+/* ---- what a gemini_group_id_t holds */
+typedef struct names {
+  uint32_t transport;
+  uint32_t ranks; /* over NCCL; ids of shared memory have them themselves */
+  gmi_comm_id_t gather, reduce, exchange;
+} names_t;
+_Static_assert(sizeof(names_t) <= GEMINI_GROUP_ID_BYTES, "an id holds it");
+_Static_assert((int)GMI_COMM_RANKS == (int)GEMINI_GROUP_RANKS, "one limit");
+
+static gemini_status_t id_make(uint32_t transport, uint32_t ranks, gemini_group_id_t *id_out) {
+  if (!id_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "id_out is NULL");
+  if (transport > GEMINI_TRANSPORT_NCCL)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "transport is %u, must be 0 to %d", transport, GEMINI_TRANSPORT_NCCL);
+  if (!ranks || ranks > GEMINI_GROUP_RANKS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, must be 1 to %d", ranks, GEMINI_GROUP_RANKS);
+  names_t names = { .transport = transport };
+  gemini_status_t status;
+  if (transport == GEMINI_TRANSPORT_NCCL) {
+    names.ranks = ranks;
+    status = gmi_comm_nccl_id(&names.gather);
+    if (!status) status = gmi_comm_nccl_id(&names.reduce);
+    if (!status) status = gmi_comm_nccl_id(&names.exchange);
+  } else {
+    status = gmi_comm_shared_id(ranks, &names.gather);
+    if (!status) status = gmi_comm_shared_id(ranks, &names.reduce);
+  }
+  if (status) return status;
+  memset(id_out, 0, sizeof *id_out);
+  memcpy(id_out, &names, sizeof names);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_group_id_make(uint32_t transport, uint32_t ranks, gemini_group_id_t *id_out) {
+  API_RETURN(id_make(transport, ranks, id_out));
+}
+
+/* ---- handles */
+gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle) {
+  uint32_t index;
+  uint64_t generation;
+  if (!gmi_handle_open(m, handle, GMI_HANDLE_GROUP, &index, &generation)) return NULL;
+  gmi_group_t *g = m->groups.at[index];
+  if (g && g->generation == generation) return g;
+  gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a closed group", (unsigned long long)gmi_id(handle));
+  return NULL;
+}
+
+static gemini_status_t poll_comm(const gmi_comm_t *comm) { return comm->ops ? comm->ops->poll(comm->self) : GEMINI_OK; }
+static gemini_status_t failure(const gmi_group_t *g) {
+  gemini_status_t status = poll_comm(&g->gather);
+  if (!status) status = poll_comm(&g->reduce);
+  return status ? status : poll_comm(&g->exchange);
+}
+/* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
+ * rank has left: they end with the same words. Returns the failure. Threads: any. */
+static gemini_status_t spread_failure(const gmi_group_t *g) {
+  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  gmi_failure_t first;
+  gmi_fail_keep(failure(g), &first);
+  for (int i = 0; first.status && i < 3; i++)
+    if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, first.message);
+  return gmi_fail_again(&first);
+}
+gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
+  gemini_status_t status = GEMINI_OK;
+  if (!m->groups.gather_streams) return GEMINI_OK; /* no group is open */
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (m->groups.at[i]) status = spread_failure(m->groups.at[i]);
+  return status;
+}
+
+/* ---- open and close */
+enum { WATCH_NS = 50000000 /* between two polls */ };
+static void *watch_main(void *user) {
+  gmi_group_t *g = user;
+  bool failed = false;
+  pthread_mutex_lock(&g->watch.lock);
+  while (!g->watch.ends) {
+    const uint64_t until_ns = gmi_now_ns() + WATCH_NS;
+    const struct timespec until = { (time_t)(until_ns / 1000000000), (long)(until_ns % 1000000000) };
+    if (!pthread_cond_timedwait(&g->watch.ended, &g->watch.lock, &until)) continue;
+    pthread_mutex_unlock(&g->watch.lock);
+    failed = failed || spread_failure(g);
+    pthread_mutex_lock(&g->watch.lock);
+  }
+  pthread_mutex_unlock(&g->watch.lock);
+  if (!failed) (void)spread_failure(g);
+  return NULL;
+}
+
+/* Not for shared memory, whose communicators notice by themselves what happens. */
+static gemini_status_t watch_start(gmi_group_t *g) {
+  if (!g->exchange.ops) return GEMINI_OK;
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&g->watch.ended, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  pthread_mutex_init(&g->watch.lock, NULL);
+  int error = gmi_thread_start(&g->watch.thread, watch_main, g);
+  if (!error) {
+    g->watch.runs = true;
+    return GEMINI_OK;
+  }
+  pthread_cond_destroy(&g->watch.ended);
+  pthread_mutex_destroy(&g->watch.lock);
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "no thread to watch a group");
+}
+
+static void watch_stop(gmi_group_t *g) {
+  if (!g->watch.runs) return;
+  pthread_mutex_lock(&g->watch.lock);
+  g->watch.ends = true;
+  pthread_cond_signal(&g->watch.ended);
+  pthread_mutex_unlock(&g->watch.lock);
+  pthread_join(g->watch.thread, NULL);
+  pthread_cond_destroy(&g->watch.ended);
+  pthread_mutex_destroy(&g->watch.lock);
+}
+
+static void group_free(gmi_group_t *g) {
+  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  watch_stop(g);
+  for (int i = 0; i < 3; i++)
+    if (comms[i]->ops) comms[i]->ops->close(comms[i]->self);
+  free(g);
+}
+
+static gemini_status_t streams_open(gmi_manager_t *m, gmi_group_t *g) {
+  gemini_status_t status = gmi_stream_open(m, true, NULL, &g->gather_stream);
+  if (status) return status;
+  status = gmi_stream_open(m, true, NULL, &g->reduce_stream);
+  if (status) {
+    (void)gmi_stream_end(m, g->gather_stream);
+    return status;
+  }
+  m->groups.gather_streams |= UINT64_C(1) << g->gather_stream;
+  m->groups.reduce_streams |= UINT64_C(1) << g->reduce_stream;
+  return GEMINI_OK;
+}
+
+static gemini_status_t check_config(const gemini_group_config_t *c) {
+  const int given = !!c->id + !!c->nccl_comms + !!c->comms;
+  if (c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER);
+  if (!given) return gmi_fail(GEMINI_ERR_INVALID, 0, "id is NULL, and so are nccl_comms and comms");
+  if (given > 1)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%s and %s are given: a group has one sort of communicators",
+                    c->id ? "id" : "nccl_comms", c->comms ? "comms" : "nccl_comms");
+  return GEMINI_OK;
+}
+
+static gemini_status_t shared_join(gmi_manager_t *m, const gemini_group_config_t *c, const names_t *names,
+                                   gmi_group_t *g) {
+  const gmi_comm_config_t config = { c->rank, c->ranks, c->deadline_ns };
+  if (!m->device.ops->queue.run)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "groups over shared memory need the simulated device, not device %s, which GEMINI_TRANSPORT_NCCL "
+                    "serves",
+                    m->device.ops->name);
+  gemini_status_t status = gmi_comm_shared_join(&names->gather, &config, &g->gather);
+  return status ? status : gmi_comm_shared_join(&names->reduce, &config, &g->reduce);
+}
+
+/* Queued work is about to end without being done. While the group is being formed there is none. */
+static void distrust(void *user) {
+  gmi_group_t *g = user;
+  gmi_manager_t *m = atomic_load(&g->tells);
+  if (m) m->device.ops->stream.distrust(m->device.self);
+}
+
+/* names: of communicators to join; NULL: the caller's are adopted. */
+static gemini_status_t nccl_join(gmi_manager_t *m, const gemini_group_config_t *c, const names_t *names,
+                                 gmi_group_t *g) {
+  if (m->config.device != GEMINI_DEVICE_CUDA)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "groups over NCCL need a GPU, not device %s, which GEMINI_TRANSPORT_SHARED serves",
+                    m->device.ops->name);
+  if (names && names->ranks != c->ranks)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, but id was made for %u", c->ranks, names->ranks);
+  gmi_comm_nccl_config_t config = { .rank = c->rank,
+                                    .ranks = c->ranks,
+                                    .deadline_ns = c->deadline_ns,
+                                    .device = (int32_t)m->config.device_ordinal,
+                                    .listener = { distrust, g } };
+  gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  gemini_status_t status = GEMINI_OK;
+  for (int i = 0; !status && i < GEMINI_GROUP_COMMS; i++) {
+    for (int k = 0; !names && k < i; k++)
+      if (c->nccl_comms[i] == c->nccl_comms[k])
+        return gmi_fail(GEMINI_ERR_INVALID, 0, "nccl_comms[%d] and nccl_comms[%d] are the same communicator", k, i);
+    config.rank_order = comms[i] == &g->reduce && c->flags & GEMINI_GROUP_RANK_ORDER;
+    if (names) {
+      const gmi_comm_id_t *const ids[] = { &names->gather, &names->reduce, &names->exchange };
+      status = gmi_comm_nccl_join(ids[i], &config, comms[i]);
+    } else {
+      status = gmi_comm_nccl_adopt(c->nccl_comms[i], &config, comms[i]);
+      if (status) gmi_fail_prefix("nccl_comms[%d]: ", i);
+    }
+  }
+  return status;
+}
+
+/* Do the tables' ranks agree on who they are? */
+static gemini_status_t callers_meet(const gemini_group_config_t *c, const gmi_group_t *g) {
+  typedef struct {
+    uint32_t rank, ranks;
+  } who_t;
+  const who_t mine = { c->rank, c->ranks };
+  who_t *all = calloc(c->ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", c->ranks);
+  gemini_status_t status = g->exchange.ops->exchange(g->exchange.self, &mine, sizeof mine, all, "gemini_group_open");
+  for (uint32_t r = 0; !status && r < c->ranks; r++)
+    if (all[r].rank != r || all[r].ranks != c->ranks)
+      status = gmi_fail(GEMINI_ERR_INVALID, 0, "comms[2]: exchange() gives rank %u of %u in the place of rank %u of %u",
+                        all[r].rank, all[r].ranks, r, c->ranks);
+  free(all);
+  return status;
+}
+
+static gemini_status_t callers_join(gmi_manager_t *m, const gemini_group_config_t *c, gmi_group_t *g) {
+  static const uint32_t needs[] = { GMI_COMM_NEEDS_GATHERS, GMI_COMM_NEEDS_SUMS, GMI_COMM_NEEDS_EXCHANGES };
+  gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  const bool gpu = m->config.device == GEMINI_DEVICE_CUDA;
+  if (c->flags)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: the functions of comms choose the order of sums", c->flags);
+  if (c->deadline_ns)
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "deadline_ns is %llu, must be 0: the functions of comms end their waits themselves",
+                    (unsigned long long)c->deadline_ns);
+  for (int i = 0; i < GEMINI_GROUP_COMMS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "comms[%d]", i);
+    const gmi_comm_listener_t listener = { distrust, g };
+    gemini_status_t status = gmi_comm_caller_open(c->comms[i], needs[i], name, c->rank, c->ranks, listener, comms[i]);
+    if (status) return status;
+    if (comms[i]->ops->queues && !gpu)
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "%s has the flag GEMINI_COMM_QUEUES, but device %s has no native streams to queue on", name,
+                      m->device.ops->name);
+    if (!comms[i]->ops->queues && comms[i] != &g->exchange && !m->device.ops->queue.run)
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                      "%s lacks the flag GEMINI_COMM_QUEUES: device %s needs functions that queue on its streams", name,
+                      m->device.ops->name);
+  }
+  return callers_meet(c, g);
+}
+
+static gemini_status_t join(gmi_manager_t *m, const gemini_group_config_t *c, gmi_group_t *g) {
+  names_t names;
+  if (c->nccl_comms) return nccl_join(m, c, NULL, g);
+  if (c->comms) return callers_join(m, c, g);
+  memcpy(&names, c->id, sizeof names);
+  if (names.transport == GEMINI_TRANSPORT_SHARED) return shared_join(m, c, &names, g);
+  if (names.transport == GEMINI_TRANSPORT_NCCL && names.ranks) return nccl_join(m, c, &names, g);
+  return gmi_fail(GEMINI_ERR_INVALID, 0, "id was not made by gemini_group_id_make()");
+}
+
+/* Joins without the lock, as it waits for other processes, and enters the group into the manager's table with it. */
+static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t *theirs, gemini_group_t *group_out) {
+  gemini_group_config_t c;
+  if (!group_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "group_out is NULL");
+  gemini_status_t status = gmi_struct_in(&c, sizeof c, theirs, GMI_V1_GROUP_CONFIG, "config");
+  if (!status) status = check_config(&c);
+  if (status) return status;
+  gmi_group_t *g = calloc(1, sizeof *g);
+  if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a group's record");
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, "gemini_group_open", GMI_WAIT_RANKS, c.rank);
+  status = join(m, &c, g);
+  gmi_wait_end(m, &wait);
+  if (m->device.ops->stream.distrust) atomic_store(&g->tells, m);
+  if (!status) status = watch_start(g);
+  gmi_lock(m, "gemini_group_open");
+  while (!status && g->index < GMI_GROUPS && m->groups.at[g->index]) g->index++;
+  if (!status && g->index == GMI_GROUPS)
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "%u groups are open, the limit is %u", GMI_GROUPS, GMI_GROUPS);
+  if (!status) status = streams_open(m, g);
+  if (!status) {
+    if (!m->groups.generations[g->index]) m->groups.generations[g->index] = m->identity.generation_before;
+    g->generation = ++m->groups.generations[g->index];
+    m->groups.at[g->index] = g;
+    *group_out = gmi_handle(m, GMI_HANDLE_GROUP, g->generation, g->index);
+  }
+  gmi_unlock(m);
+  if (!status) return GEMINI_OK;
+  gmi_failure_t first;
+  gmi_fail_keep(status, &first);
+  group_free(g);
+  return gmi_fail_again(&first);
+}
+gemini_status_t gemini_group_open(gemini_manager_t mgr, const gemini_group_config_t *config,
+                                  gemini_group_t *group_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? group_open(m, config, group_out) : GEMINI_ERR_HANDLE);
+}
+
+/* A stream whose collective failed is idle, too: its failure does not keep the group open. */
+static gemini_status_t group_close(gmi_manager_t *m, gemini_group_t handle) {
+  gmi_group_t *g = gmi_group_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  if (g->arenas)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas are sharded over the group: destroy them first", g->arenas);
+  if (g->exchanging) return gmi_fail(GEMINI_ERR_BUSY, 0, "an exchange of the group is under way");
+  m->groups.at[g->index] = NULL;
+  (void)gmi_stream_end(m, g->gather_stream);
+  (void)gmi_stream_end(m, g->reduce_stream);
+  m->groups.gather_streams &= ~(UINT64_C(1) << g->gather_stream);
+  m->groups.reduce_streams &= ~(UINT64_C(1) << g->reduce_stream);
+  group_free(g);
+  return GEMINI_OK;
+}
+gemini_status_t gemini_group_close(gemini_manager_t mgr, gemini_group_t group) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  if (!group) return GEMINI_OK;
+  gmi_lock(m, __func__);
+  gemini_status_t status = group_close(m, group);
+  gmi_unlock(m);
+  API_RETURN(status);
+}
+
+void gmi_groups_close(gmi_manager_t *m) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    if (m->groups.at[i]) group_free(m->groups.at[i]);
+    m->groups.at[i] = NULL;
+  }
+}
+
+/* ---- exchanges */
+static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, const void *mine, uint64_t size_bytes,
+                                      void *all_out) {
+  if ((!mine || !all_out) && size_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is NULL but size_bytes is %llu", mine ? "all_out" : "mine",
+                    (unsigned long long)size_bytes);
+  gmi_lock(m, "gemini_group_exchange");
+  gmi_group_t *g = gmi_group_get(m, handle);
+  gemini_status_t status = g ? GEMINI_OK : GEMINI_ERR_HANDLE;
+  if (g) status = failure(g);
+  if (!status && g->exchanging)
+    status = gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
+  if (!status) g->exchanging = true;
+  gmi_unlock(m);
+  if (status) return status;
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->gather.rank);
+  const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->gather;
+  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
+  gmi_wait_end(m, &wait);
+  gmi_failure_t first;
+  gmi_fail_keep(status, &first);
+  gmi_lock(m, "gemini_group_exchange");
+  g->exchanging = false;
+  gmi_unlock(m);
+  return gmi_fail_again(&first);
+}
+gemini_status_t gemini_group_exchange(gemini_manager_t mgr, gemini_group_t group, const void *mine, uint64_t size_bytes,
+                                      void *all_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? group_exchange(m, group, mine, size_bytes, all_out) : GEMINI_ERR_HANDLE);
+}
+
+/* Without a third communicator it is the reduce communicator's, so that it may overlap a gemini_group_exchange() of
+ * another thread. With one it must not: other ranks might have the two in the other order. */
+gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, const void *mine, uint64_t size_bytes,
+                                          void *all_out, const char *label) {
+  gmi_wait_t wait;
+  const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->reduce;
+  if (g->exchanging && comm == &g->exchange)
+    return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
+  gemini_status_t status = failure(g);
+  if (status) return status;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm->rank);
+  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
+gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum) {
+  double *all = calloc(g->reduce.ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->reduce.ranks);
+  gemini_status_t status = gmi_group_exchange_locked(m, g, sum, sizeof *sum, all, label);
+  if (!status) *sum = 0;
+  for (uint32_t r = 0; !status && r < g->reduce.ranks; r++) *sum += all[r];
+  free(all);
+  return status;
+}
+
+static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemini_group_stats_t *stats_out) {
+  const gmi_group_t *g = gmi_group_get(m, handle);
+  if (!g) return GEMINI_ERR_HANDLE;
+  gemini_group_stats_t stats = { .struct_size = sizeof stats,
+                                 .rank = g->gather.rank,
+                                 .ranks = g->gather.ranks,
+                                 .gathered_chunks = g->gathered_chunks,
+                                 .gathered_bytes = g->gathered_bytes,
+                                 .reduced_chunks = g->reduced_chunks,
+                                 .fetched_bytes = g->fetched_bytes,
+                                 .stored_bytes = g->stored_bytes };
+  return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
+}
+gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {
+  API_LOCKED(group_stats(m, group, stats_out));
+}
+
+/* ---- collectives */
+typedef enum { GATHER, GATHER_REST, REDUCE, REDUCE_REST } kind_t;
+typedef struct {
+  const gmi_group_t *group;
+  gmi_comm_t comm;
+  kind_t kind;
+  uint32_t dtype;
+  void *buffer;
+  uint64_t count; /* bytes, or values of dtype */
+  char label[GMI_COMM_LABEL_BYTES];
+} collective_t;
+
+static gemini_status_t carry_out(const collective_t *c, void *stream) {
+  const gmi_comm_ops_t *ops = c->comm.ops;
+  void *self = c->comm.self;
+  switch (c->kind) {
+  case GATHER: return ops->all_gather(self, c->buffer, c->count, stream, c->label);
+  case GATHER_REST: return ops->broadcast(self, c->buffer, c->count, c->comm.ranks - 1, stream, c->label);
+  case REDUCE: return ops->reduce_scatter(self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
+  case REDUCE_REST: return ops->all_reduce(self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
+  }
+  return GEMINI_OK;
+}
+static gemini_status_t run_collective(void *user) {
+  collective_t *c = user;
+  gemini_status_t status = carry_out(c, NULL);
+  if (status) (void)spread_failure(c->group);
+  free(c);
+  return status;
+}
+
+/* On the stream of the device that has this index. The call may block until the communicator has queued its work. */
+static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const collective_t *c) {
+  void *native = NULL;
+  gemini_status_t status = m->device.ops->stream.native(m->device.self, stream, &native);
+  if (status) return gmi_fail_device(status, "device %s does not name a group's stream", m->device.ops->name);
+  gmi_wait_t wait;
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, c->comm.rank);
+  status = carry_out(c, native);
+  gmi_wait_end(m, &wait);
+  return status;
+}
+
+static gemini_status_t collective(gmi_manager_t *m, uint32_t stream, const collective_t *what, const char *name,
+                                  uint32_t chunk) {
+  gemini_status_t status = what->comm.ops->poll(what->comm.self); /* a failed group's calls would only be waited for */
+  if (status) return status;
+  collective_t queued = *what;
+  /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
+  const char *op = what->kind == GATHER || what->kind == GATHER_REST ? m->trace.advice->op_name(m) : NULL;
+  snprintf(queued.label, sizeof queued.label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
+  if (what->comm.ops->queues) return queue_natively(m, stream, &queued);
+  collective_t *c = malloc(sizeof *c);
+  if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a collective's record");
+  *c = queued;
+  status = m->device.ops->queue.run(m->device.self, stream, run_collective, c);
+  if (!status) return GEMINI_OK;
+  free(c);
+  return gmi_fail_device(status, "device %s could not queue a collective", m->device.ops->name);
+}
+
+gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
+                                 uint32_t chunk) {
+  collective_t c = { .group = g, .comm = g->gather, .kind = GATHER, .buffer = buffer, .count = slice_bytes };
+  return collective(m, g->gather_stream, &c, name, chunk);
+}
+gemini_status_t gmi_group_gather_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t bytes, const char *name,
+                                      uint32_t chunk) {
+  collective_t c = { .group = g, .comm = g->gather, .kind = GATHER_REST, .buffer = buffer, .count = bytes };
+  return collective(m, g->gather_stream, &c, name, chunk);
+}
+gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
+                                 const char *name, uint32_t chunk) {
+  collective_t c = {
+    .group = g, .comm = g->reduce, .kind = REDUCE, .dtype = dtype, .buffer = buffer, .count = slice_count
+  };
+  return collective(m, g->reduce_stream, &c, name, chunk);
+}
+gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
+                                      const char *name, uint32_t chunk) {
+  collective_t c = {
+    .group = g, .comm = g->reduce, .kind = REDUCE_REST, .dtype = dtype, .buffer = buffer, .count = count
+  };
+  return collective(m, g->reduce_stream, &c, name, chunk);
+}

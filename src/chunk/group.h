@@ -1,0 +1,55 @@
+/* Groups of ranks: their communicators and streams. The caller holds the manager's lock, unless a comment says
+ * otherwise.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef GMI_GROUP_H
+#define GMI_GROUP_H
+
+#include "comm/comm.h"
+#include "core/manager.h"
+
+/* Gathers and sums have a communicator and a stream each: a communicator carries out its calls in the order of the
+ * calls, and a sum must not wait for the gathers that were queued before it. Exchanges have a third one where they must
+ * not run beside a collective of the same communicator, as over NCCL; over shared memory they may. */
+typedef struct gmi_group {
+  uint32_t index;
+  uint64_t generation;
+  gmi_comm_t gather, reduce, exchange; /* exchange.ops NULL: there is no third one */
+  /* Atomic: its device hears of a failure of a communicator that queues; NULL: not yet, or never. A word that nothing
+   * depends on: it is stored before the first collective, and loaded by failures. */
+  _Atomic(gmi_manager_t *) tells;
+  uint32_t gather_stream, reduce_stream;
+  uint32_t arenas; /* sharded arenas of the group */
+  bool exchanging; /* a gemini_group_exchange() is under way, without the lock */
+  struct {         /* a thread that polls the communicators, unless they are over shared memory */
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t ended;
+    bool runs, ends; /* runs: guarded by the manager's lock; ends: by lock */
+  } watch;
+  uint64_t gathered_chunks, gathered_bytes, reduced_chunks, fetched_bytes, stored_bytes;
+} gmi_group_t;
+
+gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */
+static inline gmi_group_t *gmi_group_at(const gmi_manager_t *m, uint32_t index) { return m->groups.at[index]; }
+/* The first failure that a group has noticed, recorded; GEMINI_OK: none. */
+gemini_status_t gmi_groups_failure(gmi_manager_t *m);
+/* Queue a collective on the group's stream. name, chunk: of the arena, for messages of this rank and others. */
+gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
+                                 uint32_t chunk);
+gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
+                                 const char *name, uint32_t chunk);
+/* As these, for the elements at the end of a chunk that equal slices leave over: buffer becomes that of the last rank,
+ * and the sum. */
+gemini_status_t gmi_group_gather_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t bytes, const char *name,
+                                      uint32_t chunk);
+gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
+                                      const char *name, uint32_t chunk);
+/* A gemini_group_exchange() of the library's own. Blocks, with the lock held. */
+gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, const void *mine, uint64_t size_bytes,
+                                          void *all_out, const char *label);
+/* Adds a value of each rank, in the order of ranks. Blocks. */
+gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum);
+/* Ends all groups. No lock: no other thread uses the manager. */
+void gmi_groups_close(gmi_manager_t *m);
+
+#endif

@@ -1,0 +1,180 @@
+/* A communicator over a table of functions of the caller (gemini_comm_t). SPDX-License-Identifier: Apache-2.0
+ *
+ * The functions are the caller's, so what they return is checked: the first failure, whatever its status, is kept with
+ * the function's name, and returned by every later call, which no function hears of any more. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/abi.h"
+#include "base/status.h"
+#include "comm/comm.h"
+
+typedef struct caller {
+  gemini_comm_t table; /* a copy; Constant, as the next three */
+  char name[32];
+  uint32_t rank, ranks;
+  gmi_comm_listener_t listener;
+  pthread_mutex_t lock; /* guards the failure */
+  _Atomic bool failed;  /* Atomic: stored (release) behind why and code; loaded (acquire) before they are read */
+  char why[400];
+  int64_t code; /* that came with a function's own message */
+} caller_t;
+
+/* ---- failures */
+static gemini_status_t failure(caller_t *c) {
+  if (!atomic_load_explicit(&c->failed, memory_order_acquire)) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_PEER, c->code, "%s", c->why);
+}
+
+/* Fails the communicator with "rank 1 of 4: " and the text, unless it has failed before; then tells the other ranks. */
+__attribute__((format(printf, 3, 4))) static gemini_status_t fail(caller_t *c, int64_t code, const char *format, ...) {
+  pthread_mutex_lock(&c->lock);
+  const bool first = !atomic_load_explicit(&c->failed, memory_order_relaxed);
+  if (first) {
+    va_list args;
+    va_start(args, format);
+    int length = snprintf(c->why, sizeof c->why, "rank %u of %u: ", c->rank, c->ranks);
+    vsnprintf(c->why + length, sizeof c->why - (size_t)length, format, args);
+    va_end(args);
+    c->code = code;
+    atomic_store_explicit(&c->failed, true, memory_order_release);
+    if (c->listener.failed) c->listener.failed(c->listener.user); /* before abort() makes queued work end */
+  }
+  pthread_mutex_unlock(&c->lock);
+  if (first && c->table.abort) c->table.abort(c->table.user, c->why);
+  return failure(c);
+}
+
+/* A call of a function: what it returned, and whether it recorded a message of its own. */
+typedef struct call {
+  char before[440]; /* this thread's last message */
+} call_t;
+static call_t call_begin(void) {
+  call_t call;
+  snprintf(call.before, sizeof call.before, "%s", gmi_fail_message());
+  return call;
+}
+static gemini_status_t call_end(caller_t *c, const call_t *call, gemini_status_t status, const char *function,
+                                const char *label) {
+  if (!status) return failure(c); /* another thread's, meanwhile */
+  const char *says = gmi_fail_message();
+  if (!strcmp(says, call->before)) says = "";
+  return fail(c, *says ? gmi_fail_code() : 0, "%s() of %s%s%s returned %d (%s)%s%s", function, c->name,
+              *label ? " for " : "", label, status, gemini_status_string(status), *says ? ": " : "", says);
+}
+/* The body of an operation: nothing to do, or a call of the function. */
+#define CALL(nothing, function, label, ...)  \
+  caller_t *c = self;                        \
+  gemini_status_t status = failure(c);       \
+  if (status || (nothing)) return status;    \
+  const char *what = (label) ? (label) : ""; \
+  call_t call = call_begin();                \
+  return call_end(c, &call, c->table.function(c->table.user, __VA_ARGS__, what), #function, what)
+
+/* ---- operations */
+static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label) {
+  CALL(c->ranks == 1 || !slice_bytes, all_gather, label, buffer, slice_bytes, stream);
+}
+static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
+                                 const char *label) {
+  const caller_t *own = self;
+  if (root >= own->ranks) return gmi_fail(GEMINI_ERR_INVALID, 0, "root is %u, must be below %u", root, own->ranks);
+  CALL(c->ranks == 1 || !bytes, broadcast, label, buffer, bytes, root, stream);
+}
+static gemini_status_t check_sum(uint32_t dtype, gmi_reduce_t reduce) {
+  if (reduce != GMI_REDUCE_SUM)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the caller's functions add, reduction %d is another", (int)reduce);
+  return gmi_reduce_check(dtype, reduce);
+}
+static gemini_status_t reduce_scatter(void *self, void *buffer, uint64_t slice_count, uint32_t dtype,
+                                      gmi_reduce_t reduce, void *stream, const char *label) {
+  gemini_status_t checked = check_sum(dtype, reduce);
+  if (checked) return checked;
+  CALL(c->ranks == 1 || !slice_count, reduce_scatter, label, buffer, slice_count, dtype, stream);
+}
+static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t reduce,
+                                  void *stream, const char *label) {
+  gemini_status_t checked = check_sum(dtype, reduce);
+  if (checked) return checked;
+  CALL(c->ranks == 1 || !count, all_reduce, label, buffer, count, dtype, stream);
+}
+static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
+  const caller_t *own = self;
+  if (own->ranks == 1 && bytes && !atomic_load(&own->failed)) memmove(all_out, mine, bytes);
+  CALL(c->ranks == 1, exchange, label, mine, bytes, all_out);
+}
+static gemini_status_t poll_failure(void *self) {
+  caller_t *c = self;
+  gemini_status_t status = failure(c);
+  if (status || !c->table.poll) return status;
+  call_t call = call_begin();
+  return call_end(c, &call, c->table.poll(c->table.user), "poll", "");
+}
+static void abort_here(void *self, const char *why) {
+  (void)fail(self, 0, "gave up: %s", why ? why : "it does not say why");
+}
+static void caller_close(void *self) {
+  caller_t *c = self;
+  if (!c) return;
+  pthread_mutex_destroy(&c->lock);
+  free(c);
+}
+
+#define OPS(queues_)                  \
+  { .name = "the caller's functions", \
+    .queues = (queues_),              \
+    .all_gather = all_gather,         \
+    .broadcast = broadcast,           \
+    .reduce_scatter = reduce_scatter, \
+    .all_reduce = all_reduce,         \
+    .exchange = exchange,             \
+    .poll = poll_failure,             \
+    .abort = abort_here,              \
+    .close = caller_close }
+static const gmi_comm_ops_t blocking = OPS(false), queueing = OPS(true);
+
+/* ---- making */
+static gemini_status_t check_table(const gemini_comm_t *t, uint32_t needs, const char *name) {
+  const struct {
+    uint32_t need;
+    bool there;
+    const char *function;
+  } functions[] = { { GMI_COMM_NEEDS_GATHERS, t->all_gather, "all_gather" },
+                    { GMI_COMM_NEEDS_GATHERS, t->broadcast, "broadcast" },
+                    { GMI_COMM_NEEDS_SUMS, t->reduce_scatter, "reduce_scatter" },
+                    { GMI_COMM_NEEDS_SUMS, t->all_reduce, "all_reduce" },
+                    { GMI_COMM_NEEDS_EXCHANGES, t->exchange, "exchange" } };
+  if (t->flags & ~(uint32_t)GEMINI_COMM_QUEUES)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: flags has unknown bits %#x", name,
+                    t->flags & ~(uint32_t)GEMINI_COMM_QUEUES);
+  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
+    if (needs & functions[i].need && !functions[i].there)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: %s is NULL", name, functions[i].function);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs, const char *name, uint32_t rank,
+                                     uint32_t ranks, gmi_comm_listener_t listener, gmi_comm_t *comm_out) {
+  gemini_comm_t table;
+  gemini_status_t status = gmi_struct_in(&table, sizeof table, theirs, GMI_V1_COMM, name);
+  if (!status) status = check_table(&table, needs, name);
+  if (status) return status;
+  if (!ranks || ranks > GMI_COMM_RANKS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, must be 1 to %d", ranks, GMI_COMM_RANKS);
+  if (rank >= ranks) return gmi_fail(GEMINI_ERR_INVALID, 0, "rank is %u, must be below ranks, %u", rank, ranks);
+  caller_t *c = calloc(1, sizeof *c);
+  if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a communicator");
+  c->table = table;
+  c->rank = rank;
+  c->ranks = ranks;
+  c->listener = listener;
+  snprintf(c->name, sizeof c->name, "%s", name);
+  pthread_mutex_init(&c->lock, NULL);
+  *comm_out = (gmi_comm_t){ table.flags & GEMINI_COMM_QUEUES ? &queueing : &blocking, c, rank, ranks };
+  return GEMINI_OK;
+}

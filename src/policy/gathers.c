@@ -1,0 +1,123 @@
+/* Plans the gathers of sharded arenas. SPDX-License-Identifier: Apache-2.0
+ *
+ * A walk over the ops. At each op, first the chunks that it uses are gathered, as far as they are missing; then those
+ * of the next ops, in their order, while there are free frames, or frames of chunks that are needed later than the one
+ * that is gathered. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "policy/policy.h"
+
+enum { NEVER = UINT32_MAX };
+
+typedef struct {
+  const gmi_gather_input_t *in;
+  gmi_gather_plan_t plan;
+  uint32_t event_count, event_capacity;
+  bool lost;          /* no memory for an event */
+  uint32_t *use_of;   /* [uses] ops that use each chunk, ascending; those of chunk c begin at of_first[c] */
+  uint32_t *of_first; /* [chunk_count + 1] */
+  uint32_t *next;     /* [chunk_count] index in use_of of the first op that is not over */
+  uint32_t *gathered; /* [frames] the gathered chunks, in no order */
+  uint32_t *place;    /* [chunk_count] where a chunk is in gathered; NEVER: it is not gathered */
+  uint32_t gathered_count;
+} walk_t;
+
+/* The first op from `op` on that uses the chunk. */
+static uint32_t next_use(walk_t *w, uint32_t chunk, uint32_t op) {
+  uint32_t *at = &w->next[chunk];
+  while (*at < w->of_first[chunk + 1] && w->use_of[*at] < op) ++*at;
+  return *at < w->of_first[chunk + 1] ? w->use_of[*at] : NEVER;
+}
+
+static void add_event(walk_t *w, uint32_t chunk, bool leaves) {
+  if (w->event_count == w->event_capacity) {
+    uint32_t capacity = w->event_capacity ? 2 * w->event_capacity : 64;
+    gmi_gather_event_t *events = realloc(w->plan.events, capacity * sizeof *events);
+    if (!events) {
+      w->lost = true;
+      return;
+    }
+    w->plan.events = events;
+    w->event_capacity = capacity;
+  }
+  w->plan.events[w->event_count++] = (gmi_gather_event_t){ chunk, leaves };
+}
+
+/* Frees a frame whose chunk is not needed by the ops from `op` to `until`. False: each is. Of chunks that are needed
+ * equally late, the one with the lowest number leaves. */
+static bool make_room(walk_t *w, uint32_t op, uint32_t until) {
+  uint32_t best = NEVER, furthest = until;
+  if (w->gathered_count < w->in->frames) return true;
+  for (uint32_t i = 0; i < w->gathered_count; i++) {
+    uint32_t chunk = w->gathered[i], next = next_use(w, chunk, op);
+    if (next <= until || (best != NEVER && (next < furthest || (next == furthest && chunk > best)))) continue;
+    best = chunk;
+    furthest = next;
+  }
+  if (best == NEVER) return false;
+  uint32_t last = w->gathered[--w->gathered_count];
+  w->gathered[w->place[best]] = last;
+  w->place[last] = w->place[best];
+  w->place[best] = NEVER;
+  add_event(w, best, true);
+  return true;
+}
+
+/* Gathers what op `of` uses, at the begin of op. False: there is no room for all of it. */
+static bool gather(walk_t *w, uint32_t op, uint32_t of) {
+  for (uint32_t k = w->in->use_first[of]; k < w->in->use_first[of + 1]; k++) {
+    uint32_t chunk = w->in->uses[k];
+    if (w->place[chunk] != NEVER) continue;
+    if (!make_room(w, op, of)) return false;
+    w->place[chunk] = w->gathered_count;
+    w->gathered[w->gathered_count++] = chunk;
+    add_event(w, chunk, false);
+  }
+  return true;
+}
+
+static gemini_status_t walk(walk_t *w) {
+  const gmi_gather_input_t *in = w->in;
+  for (uint32_t k = 0; k < in->use_first[in->op_count]; k++) w->of_first[in->uses[k] + 1]++;
+  for (uint32_t c = 0; c < in->chunk_count; c++) w->of_first[c + 1] += w->of_first[c];
+  memcpy(w->next, w->of_first, in->chunk_count * sizeof *w->next);
+  for (uint32_t op = 0; op < in->op_count; op++)
+    for (uint32_t k = in->use_first[op]; k < in->use_first[op + 1]; k++) w->use_of[w->next[in->uses[k]]++] = op;
+  memcpy(w->next, w->of_first, in->chunk_count * sizeof *w->next);
+  memset(w->place, 0xff, in->chunk_count * sizeof *w->place);
+  for (uint32_t op = 0; op < in->op_count; op++) {
+    w->plan.event_first[op] = w->event_count;
+    if (!gather(w, op, op)) return GEMINI_ERR_OOM_DEVICE;
+    for (uint32_t ahead = op + 1; ahead < in->op_count && gather(w, op, ahead); ahead++) continue;
+  }
+  w->plan.event_first[in->op_count] = w->event_count;
+  return w->lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
+}
+
+gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather_plan_t *plan_out) {
+  const uint32_t uses = input->use_first[input->op_count];
+  walk_t w = { .in = input };
+  w.plan.event_first = calloc((size_t)input->op_count + 1, sizeof *w.plan.event_first);
+  w.use_of = calloc((size_t)uses + 1, sizeof *w.use_of);
+  w.of_first = calloc((size_t)input->chunk_count + 1, sizeof *w.of_first);
+  w.next = calloc((size_t)input->chunk_count + 1, sizeof *w.next);
+  w.place = calloc((size_t)input->chunk_count + 1, sizeof *w.place);
+  w.gathered = calloc((size_t)input->frames + 1, sizeof *w.gathered);
+  gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
+  if (w.plan.event_first && w.use_of && w.of_first && w.next && w.place && w.gathered) status = walk(&w);
+  free(w.use_of);
+  free(w.of_first);
+  free(w.next);
+  free(w.place);
+  free(w.gathered);
+  if (status) gmi_gather_plan_free(&w.plan);
+  else *plan_out = w.plan;
+  return status;
+}
+
+void gmi_gather_plan_free(gmi_gather_plan_t *plan) {
+  free(plan->event_first);
+  free(plan->events);
+  *plan = (gmi_gather_plan_t){ 0 };
+}

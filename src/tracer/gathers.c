@@ -1,0 +1,358 @@
+/* Gathers ahead of use. SPDX-License-Identifier: Apache-2.0
+ *
+ * The record of an iteration lists its operators that use sharded parameters, each as a hash of its name and phase and
+ * its chunks. A complete record becomes a *kind*, with a plan of gathers for each group (policy/gathers.c). An
+ * iteration follows the kind of the last one until an operator's chunks differ; then another kind that agrees so far,
+ * or none. */
+#include "tracer/gathers.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/hash.h"
+#include "chunk/arena.h"
+#include "chunk/residency.h"
+#include "chunk/shard.h"
+#include "policy/policy.h"
+
+enum { KINDS = 4 };
+
+typedef struct {
+  uint64_t hash; /* of name and phase: equal names on all ranks have equal ones */
+  uint32_t use_first, use_count;
+} op_t;
+/* Operators in order; a use is an arena's index << 32 | a chunk's, sorted and unique for each operator that has
+ * ended. */
+typedef struct {
+  op_t *ops;
+  uint64_t *uses;
+  uint32_t op_count, op_capacity, use_count, use_capacity;
+} record_t;
+
+typedef struct {
+  uint64_t *chunks; /* by their numbers in the plan */
+  gmi_gather_plan_t plan;
+  uint32_t frames; /* 0: the group has no plan */
+} group_plan_t;
+typedef struct {
+  bool used;
+  uint64_t last_used;
+  record_t record;
+  group_plan_t groups[GMI_GROUPS];
+} kind_t;
+
+typedef struct gmi_gathers {
+  record_t record;   /* of this iteration */
+  uint32_t use_mark; /* uses from here on are of the open operator */
+  uint64_t op_hash;  /* of the open operator */
+  bool lost;         /* no memory for the record */
+  bool noted;        /* the other ranks can see that this iteration has departed */
+  uint32_t active;   /* the kind that this iteration follows, or GMI_NONE */
+  uint64_t iterations;
+  kind_t kinds[KINDS];
+} gmi_gathers_t;
+
+gemini_status_t gmi_gathers_open(gmi_gathers_t **gathers_out) {
+  gmi_gathers_t *g = calloc(1, sizeof *g);
+  if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the record of gathers");
+  g->active = GMI_NONE;
+  *gathers_out = g;
+  return GEMINI_OK;
+}
+
+static void record_free(record_t *r) {
+  free(r->ops);
+  free(r->uses);
+  *r = (record_t){ 0 };
+}
+static void kind_clear(kind_t *kind) {
+  record_free(&kind->record);
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    free(kind->groups[i].chunks);
+    gmi_gather_plan_free(&kind->groups[i].plan);
+  }
+  *kind = (kind_t){ 0 };
+}
+
+static void record_clear(gmi_gathers_t *g) {
+  g->record.op_count = g->record.use_count = g->use_mark = 0;
+  g->lost = false;
+}
+
+void gmi_gathers_forget(gmi_gathers_t *g) {
+  for (uint32_t i = 0; i < KINDS; i++) kind_clear(&g->kinds[i]);
+  g->active = GMI_NONE;
+  record_clear(g);
+}
+void gmi_gathers_close(gmi_gathers_t *g) {
+  if (!g) return;
+  gmi_gathers_forget(g);
+  record_free(&g->record);
+  free(g);
+}
+
+bool gmi_gathers_follow(const gmi_gathers_t *g) { return g->active != GMI_NONE; }
+
+/* ---- recording */
+static bool use_add(record_t *r, uint64_t use) {
+  uint64_t *uses = gmi_array_room(r->uses, r->use_count, &r->use_capacity, sizeof *uses);
+  if (!uses) return false;
+  r->uses = uses;
+  r->uses[r->use_count++] = use;
+  return true;
+}
+static bool op_add(record_t *r, op_t op) {
+  op_t *ops = gmi_array_room(r->ops, r->op_count, &r->op_capacity, sizeof *ops);
+  if (!ops) return false;
+  r->ops = ops;
+  r->ops[r->op_count++] = op;
+  return true;
+}
+
+void gmi_gathers_touch(gmi_manager_t *m, gmi_gathers_t *g, uint32_t arena, uint64_t offset, uint64_t size) {
+  const gmi_arena_t *a = gmi_arena_at(m, arena);
+  if (gmi_arena_is_gradients(a) || !size) return; /* they are not gathered for operators */
+  for (uint64_t i = offset >> m->cut.chunk_shift; i <= (offset + size - 1) >> m->cut.chunk_shift; i++)
+    if (!use_add(&g->record, (uint64_t)arena << 32 | i)) g->lost = true;
+}
+
+static int by_use(const void *a, const void *b) {
+  const uint64_t *x = a, *y = b;
+  return *x < *y ? -1 : *x > *y;
+}
+
+/* ---- kinds of iterations */
+static bool same_op(const record_t *a, const record_t *b, uint32_t i) {
+  const op_t *x = &a->ops[i], *y = &b->ops[i];
+  return x->hash == y->hash && x->use_count == y->use_count &&
+         !memcmp(a->uses + x->use_first, b->uses + y->use_first, x->use_count * sizeof *a->uses);
+}
+static bool agrees(const record_t *record, const kind_t *kind) {
+  if (!kind->used || record->op_count > kind->record.op_count) return false;
+  for (uint32_t i = 0; i < record->op_count; i++)
+    if (!same_op(record, &kind->record, i)) return false;
+  return true;
+}
+/* The kind used last among those that agree with the record so far. */
+static uint32_t agreeing(const gmi_gathers_t *g) {
+  uint32_t best = GMI_NONE;
+  for (uint32_t i = 0; i < KINDS; i++)
+    if (agrees(&g->record, &g->kinds[i]) && (best == GMI_NONE || g->kinds[i].last_used > g->kinds[best].last_used))
+      best = i;
+  return best;
+}
+
+/* Other ranks' messages say it if they wait for this one in vain. */
+static void note(gmi_manager_t *m, const char *text) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    gmi_group_t *group = gmi_group_at(m, i);
+    if (group && group->gather.ops->note) group->gather.ops->note(group->gather.self, text);
+    if (group && group->reduce.ops->note) group->reduce.ops->note(group->reduce.self, text);
+  }
+}
+
+void gmi_gathers_begin(gmi_manager_t *m, gmi_gathers_t *g) {
+  record_clear(g);
+  g->active = agreeing(g);
+  if (g->noted) note(m, "");
+  g->noted = false;
+}
+
+/* The operator is not the one that the kind has here. */
+static void depart(gmi_manager_t *m, gmi_gathers_t *g) {
+  char text[GMI_COMM_LABEL_BYTES];
+  const char *op = m->trace.advice->op_name(m);
+  snprintf(text, sizeof text, "left the recorded order of operators in %s", op ? op : "?");
+  if (!g->noted) note(m, text);
+  g->noted = true;
+  g->active = agreeing(g);
+}
+
+void gmi_gathers_op_end(gmi_manager_t *m, gmi_gathers_t *g) {
+  record_t *r = &g->record;
+  uint32_t first = g->use_mark, kept = first;
+  if (r->use_count == first || g->lost) return;
+  qsort(r->uses + first, r->use_count - first, sizeof *r->uses, by_use);
+  for (uint32_t i = first; i < r->use_count; i++)
+    if (kept == first || r->uses[kept - 1] != r->uses[i]) r->uses[kept++] = r->uses[i];
+  r->use_count = g->use_mark = kept;
+  if (!op_add(r, (op_t){ g->op_hash, first, kept - first })) g->lost = true;
+  else if (g->active != GMI_NONE && !agrees(r, &g->kinds[g->active])) depart(m, g);
+}
+
+/* ---- following a kind */
+static gmi_chunk_t *chunk_of(gmi_manager_t *m, uint64_t use) {
+  return &gmi_arena_at(m, (uint32_t)(use >> 32))->chunks[(uint32_t)use];
+}
+
+gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const char *name, uint32_t phase) {
+  gemini_status_t status = GEMINI_OK;
+  g->op_hash = gmi_hash_text(gmi_hash(GMI_HASH_NOTHING, phase), name);
+  if (g->active == GMI_NONE) return GEMINI_OK;
+  const kind_t *kind = &g->kinds[g->active];
+  uint32_t op = g->record.op_count;
+  if (op >= kind->record.op_count || kind->record.ops[op].hash != g->op_hash) return GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    const group_plan_t *p = &kind->groups[i];
+    if (!p->frames) continue;
+    for (uint32_t e = p->plan.event_first[op]; !status && e < p->plan.event_first[op + 1]; e++) {
+      gmi_chunk_t *c = chunk_of(m, p->chunks[p->plan.events[e].chunk]);
+      bool queued = false;
+      if (p->plan.events[e].leaves) {
+        status = gmi_gathered_evict(m, c);
+        continue;
+      }
+      if (!gmi_chunk_is_resident(c)) status = gmi_gathered_queue(m, c, &queued);
+      if (!status) status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, GMI_TAKE_EVICT);
+    }
+  }
+  return status;
+}
+
+/* ---- a new kind */
+/* What the ranks of a group compare. */
+typedef struct {
+  uint64_t frames;
+  uint64_t digest; /* of the chunks that the operators use, in order */
+} agreement_t;
+
+static uint64_t digest_of(gmi_manager_t *m, const record_t *r, uint32_t group) {
+  uint64_t h = GMI_HASH_NOTHING;
+  for (uint32_t i = 0; i < r->op_count; i++) {
+    for (uint32_t k = 0; k < r->ops[i].use_count; k++) {
+      uint64_t use = r->uses[r->ops[i].use_first + k];
+      if (gmi_arena_at(m, (uint32_t)(use >> 32))->shard.group != group) continue;
+      h = gmi_hash(h, use);
+      h ^= h >> 29;
+    }
+    h = gmi_hash(h, UINT64_MAX); /* the end of an operator */
+  }
+  return h;
+}
+
+static gemini_status_t agree(gmi_manager_t *m, uint32_t group, agreement_t *mine) {
+  gmi_group_t *g = gmi_group_at(m, group);
+  agreement_t *all = calloc(g->gather.ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the frames of %u ranks", g->gather.ranks);
+  gemini_status_t status = gmi_group_exchange_locked(m, g, mine, sizeof *mine, all, "frames for gathers");
+  for (uint32_t r = 0; !status && r < g->gather.ranks; r++) {
+    if (all[r].digest != mine->digest)
+      status = gmi_fail(GEMINI_ERR_PEER, 0,
+                        "ranks differ: the operators of rank %u have used other sharded parameters in this iteration "
+                        "than those of rank %u",
+                        r, g->gather.rank);
+    if (all[r].frames < mine->frames) mine->frames = all[r].frames;
+  }
+  free(all);
+  return status;
+}
+
+/* The uses of one group's chunks, numbered from 0, as the policy wants them. */
+typedef struct {
+  gmi_gather_input_t input;
+  uint32_t *use_first, *uses;
+  uint64_t *chunks;
+  uint32_t most; /* chunks of one operator */
+  bool stays;    /* an arena of the group keeps what is gathered */
+} numbered_t;
+static void numbered_free(numbered_t *n) {
+  free(n->use_first);
+  free(n->uses);
+  free(n->chunks);
+}
+static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t group, numbered_t *n) {
+  *n = (numbered_t){ 0 };
+  n->use_first = calloc((size_t)r->op_count + 1, sizeof *n->use_first);
+  n->uses = calloc((size_t)r->use_count + 1, sizeof *n->uses);
+  n->chunks = calloc((size_t)r->use_count + 1, sizeof *n->chunks);
+  if (!n->use_first || !n->uses || !n->chunks)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
+  uint32_t count = 0, chunks = 0;
+  for (uint32_t i = 0; i < r->use_count; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, (uint32_t)(r->uses[i] >> 32));
+    if (a->shard.group != group) continue;
+    n->chunks[count++] = r->uses[i];
+    n->stays |= a->shard.stage != GEMINI_ZERO_PARAMS;
+  }
+  if (count) qsort(n->chunks, count, sizeof *n->chunks, by_use);
+  for (uint32_t i = 0; i < count; i++)
+    if (!i || n->chunks[i] != n->chunks[chunks - 1]) n->chunks[chunks++] = n->chunks[i];
+  count = 0;
+  for (uint32_t op = 0; op < r->op_count; op++) {
+    n->use_first[op] = count;
+    for (uint32_t k = 0; k < r->ops[op].use_count; k++) {
+      uint64_t use = r->uses[r->ops[op].use_first + k];
+      const uint64_t *found = chunks ? bsearch(&use, n->chunks, chunks, sizeof use, by_use) : NULL;
+      if (found) n->uses[count++] = (uint32_t)(found - n->chunks);
+    }
+    if (count - n->use_first[op] > n->most) n->most = count - n->use_first[op];
+  }
+  n->use_first[r->op_count] = count;
+  n->input = (gmi_gather_input_t){ r->op_count, chunks, 0, n->use_first, n->uses };
+  return GEMINI_OK;
+}
+
+/* Plans the gathers of a group. Half of the frames that no operator needs for anything else may hold what is gathered
+ * ahead; the other half is the plan's. */
+static gemini_status_t plan_group(gmi_manager_t *m, const record_t *r, uint32_t group, uint32_t spare,
+                                  group_plan_t *plan_out) {
+  numbered_t n;
+  gemini_status_t status = number(m, r, group, &n);
+  agreement_t mine = { 0, digest_of(m, r, group) };
+  if (!status) {
+    mine.frames = n.most + (uint64_t)(spare > n.most ? (spare - n.most) / 2 : 0);
+    if (n.stays || mine.frames > n.input.chunk_count) mine.frames = n.input.chunk_count;
+    status = agree(m, group, &mine);
+  }
+  n.input.frames = (uint32_t)mine.frames;
+  if (!status && n.input.chunk_count) status = gmi_gather_plan_make(&n.input, &plan_out->plan);
+  if (status == GEMINI_ERR_OOM_SYSTEM)
+    gmi_fail(status, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
+  if (!status && n.input.chunk_count) {
+    plan_out->frames = n.input.frames;
+    plan_out->chunks = n.chunks;
+    n.chunks = NULL;
+  }
+  numbered_free(&n);
+  return status;
+}
+
+static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, uint32_t other_frames) {
+  uint32_t oldest = 0, groups = 0;
+  for (uint32_t i = 1; i < KINDS; i++)
+    if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
+  kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations };
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) groups += gmi_group_at(m, i) && gmi_group_at(m, i)->arenas;
+  uint32_t spare = m->frames.count > other_frames ? (m->frames.count - other_frames) / groups : 0, frames = 0;
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    if (!gmi_group_at(m, i) || !gmi_group_at(m, i)->arenas) continue;
+    status = plan_group(m, &g->record, i, spare, &made.groups[i]);
+    frames += made.groups[i].frames;
+  }
+  if (status) {
+    kind_clear(&made);
+    return status;
+  }
+  kind_clear(kind);
+  made.record = g->record;
+  g->record = (record_t){ 0 };
+  *kind = made;
+  if (frames > m->groups.reserve) m->groups.reserve = frames;
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, uint32_t other_frames) {
+  if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
+  g->iterations++;
+  if (!g->record.op_count) return GEMINI_OK;
+  uint32_t index = agreeing(g);
+  if (index != GMI_NONE && g->kinds[index].record.op_count == g->record.op_count) {
+    g->kinds[index].last_used = g->iterations;
+    return GEMINI_OK;
+  }
+  return kind_make(m, g, other_frames);
+}

@@ -1,0 +1,34 @@
+/* Gathers ahead of use: records which chunks of sharded parameters the operators of an iteration use, and in later
+ * iterations of the same kind gathers them before they are needed.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * Everything here is decided from the names and phases of operators and from the sharded chunks that they use, and from
+ * a number of frames on which the ranks agree when a kind of iteration has been recorded. So all ranks decide the same,
+ * whatever differs in their memory, their times and their plans. Operators that use no sharded parameters do not count:
+ * a rank may have more of them than others.
+ *
+ * Threads: the manager's lock is held in every call, unless said otherwise. */
+#ifndef GMI_GATHERS_H
+#define GMI_GATHERS_H
+
+#include "core/manager.h"
+
+struct gmi_gathers;
+gemini_status_t gmi_gathers_open(struct gmi_gathers **gathers_out);
+void gmi_gathers_close(struct gmi_gathers *g);                   /* NULL is accepted */
+void gmi_gathers_forget(struct gmi_gathers *g);                  /* the arenas changed */
+void gmi_gathers_begin(gmi_manager_t *m, struct gmi_gathers *g); /* of an iteration */
+/* Queues the gathers that belong before the operator. A failure is final: this rank has not gathered what others
+ * have. */
+gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, const char *name, uint32_t phase);
+void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
+/* At the end of an iteration of a new kind, agrees with the other ranks on frames. Blocks. other_frames: the most
+ * frames that an operator needed for anything but sharded parameters. PEER: another rank has used other chunks. */
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, uint32_t other_frames);
+/* Does the iteration follow a recorded one? Then chunks stay gathered until they are in the way. */
+bool gmi_gathers_follow(const struct gmi_gathers *g);
+/* An operator uses a range of a sharded arena. Any thread, no lock of the manager's: the caller excludes other
+ * calls. */
+void gmi_gathers_touch(gmi_manager_t *m, struct gmi_gathers *g, uint32_t arena, uint64_t offset, uint64_t size);
+
+#endif

@@ -1,0 +1,606 @@
+/* Training over a group of ranks, against a model that every rank computes by itself. Only public headers.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef GROUP_WORLD_H
+#define GROUP_WORLD_H
+
+#include <math.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+#include "gemini/group.h"
+#include "world.h"
+
+#define DEVICE GEMINI_TIER_DEVICE
+#define HOST GEMINI_TIER_HOST
+enum { LAYERS = 7, RANKS_MOST = 4, STEPS = 6, ELEMENTS_MOST = 1 << 20 };
+
+typedef struct {
+  uint32_t ranks, stage, element_bytes; /* 4: float; 2: bfloat16 */
+  uint64_t device_chunks, host_chunks, file_chunks;
+  bool unused;              /* some layers get no gradient on some ranks */
+  bool wait;                /* a gradient is never READY_FOR_REDUCE: the update adds it */
+  uint32_t micro_batches;   /* of a step, whose gradients have bytes of their own; 0: they reuse those of parameters */
+  uint32_t device, ordinal; /* GEMINI_DEVICE_* */
+  /* Copies to or from device memory behind the work of the native stream, and blocks; for GPUs, whose memory functions
+   * of the host cannot access. NULL: they can. */
+  void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
+  uint64_t scale, layers; /* chunks, and tensors, are so much larger; 0: 1 */
+} shape_t;
+static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
+static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
+
+/* ---- values */
+static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
+  uint64_t x = a * UINT64_C(0x9e3779b97f4a7c15) ^ b * UINT64_C(0xd1342543de82ef95) ^ c * UINT64_C(0xa0761d6478bd642f);
+  x ^= x >> 32;
+  x *= UINT64_C(0xe7037ed1a0b428db);
+  return x ^ x >> 29;
+}
+static float small_value(uint64_t a, uint64_t b, uint64_t c) { /* -1 to 1 */
+  return (float)(int32_t)(mix(a, b, c) >> 40) / (float)(1 << 23) - 1.0F;
+}
+static float bf16_get(uint16_t half) {
+  uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+static uint16_t bf16_of(float value) { /* to nearest, ties to even; no NaN occurs */
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+static void put_value(void *at, uint64_t i, uint32_t element_bytes, float value) {
+  if (element_bytes == 4) ((float *)at)[i] = value;
+  else ((uint16_t *)at)[i] = bf16_of(value);
+}
+static float get_value(const void *at, uint64_t i, uint32_t element_bytes) {
+  return element_bytes == 4 ? ((const float *)at)[i] : bf16_get(((const uint16_t *)at)[i]);
+}
+static float sgd(float *momentum, float *master, float gradient) {
+  *momentum = 0.875F * *momentum + gradient;
+  *master -= 0.03125F * *momentum;
+  return *master;
+}
+
+/* ---- a rank */
+/* The model: what all ranks together must have. */
+typedef struct {
+  uint64_t first[LAYERS + 1], elements[LAYERS]; /* in the arena */
+  float *param, *momentum, *master, *gradient;  /* by element of the arena; gradient: what the slices hold */
+  float *local[RANKS_MOST];                     /* gradients of each rank that have not been added */
+  bool written, summed; /* a gradient has not been added; gradients are added to those of earlier micro-batches */
+  uint32_t rounds;      /* how often all chunks of gradients were added */
+} model_t;
+
+typedef struct {
+  shape_t shape;
+  uint32_t rank;
+  world_t w;
+  gemini_group_t group;
+  gemini_arena_t params, grads, masters, momenta;
+  gemini_tensor_t param[LAYERS], grad[LAYERS];
+  model_t model;
+  _Atomic uint64_t wrong, updated; /* values that differ from the model; elements updated */
+  _Atomic uint64_t wrong_on_host;  /* of gradients that an update on the host was given */
+} rank_t;
+
+/* A gradient depends on its parameter, so that a wrong one spreads. */
+static float gradient_of(const rank_t *k, uint32_t rank, uint32_t step, uint64_t i, float param) {
+  (void)k;
+  return small_value(i, rank + 1, step + 1) + 0.0625F * param;
+}
+static bool has_sums(const rank_t *k) { return k->shape.micro_batches; }
+/* Steps and micro-batches have numbers of their own in gradient_of() and is_used(). */
+static uint32_t batch_number(uint32_t step, uint32_t micro_batch) { return step + 100 * micro_batch; }
+static bool is_used(const rank_t *k, uint32_t rank, uint32_t step, uint32_t layer) {
+  if (!k->shape.unused) return true;
+  return layer != 3 && (layer + rank + step) % 4 != 0; /* layer 3: by no rank */
+}
+
+/* What queued functions get. */
+typedef struct {
+  rank_t *k;
+  uint32_t layer, step;
+  const void *param;
+  void *grad;
+} call_t;
+static void forward(void *user) {
+  call_t *c = user;
+  uint64_t wrong = 0, first = c->k->model.first[c->layer];
+  for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++)
+    wrong += get_value(c->param, i, c->k->shape.element_bytes) != c->k->model.param[first + i];
+  if (wrong) atomic_fetch_add(&c->k->wrong, wrong);
+  free(c);
+}
+static void backward(void *user) { /* the gradient takes its parameter's bytes */
+  call_t *c = user;
+  uint64_t first = c->k->model.first[c->layer];
+  uint32_t bytes = c->k->shape.element_bytes;
+  for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++)
+    put_value(c->grad, i, bytes, gradient_of(c->k, c->k->rank, c->step, first + i, c->k->model.param[first + i]));
+  free(c);
+}
+static void backward_adds(void *user) {
+  call_t *c = user;
+  uint64_t first = c->k->model.first[c->layer];
+  uint32_t bytes = c->k->shape.element_bytes;
+  for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++) {
+    float own[1];
+    put_value(own, 0, bytes, gradient_of(c->k, c->k->rank, c->step, first + i, c->k->model.param[first + i]));
+    put_value(c->grad, i, bytes, get_value(c->grad, i, bytes) + get_value(own, 0, bytes));
+  }
+  free(c);
+}
+static void copy_by(const rank_t *k, gemini_stream_t stream, void *to, const void *from, uint64_t bytes,
+                    bool to_device) {
+  void *native;
+  CHECK_OK(gemini_stream_native(k->w.mgr, stream, &native));
+  k->shape.copy(k->shape.ordinal, native, to, from, bytes, to_device);
+}
+static call_t *call_of(rank_t *k, uint32_t layer, uint32_t step, const gemini_access_t *uses) {
+  call_t *c = malloc(sizeof *c);
+  *c = (call_t){ k, layer, step, uses[0].ptr, uses[0].ptr };
+  return c;
+}
+
+/* Queues forward() or backward() on what was acquired, or does it at once. */
+static void compute(rank_t *k, uint32_t layer, uint32_t step, const gemini_access_t *use, void (*work)(void *user)) {
+  call_t *c = call_of(k, layer, step, use);
+  const uint64_t bytes = k->model.elements[layer] * k->shape.element_bytes;
+  if (!k->shape.copy) {
+    CHECK_OK(gemini_stream_call(k->w.mgr, k->w.stream, work, c));
+    return;
+  }
+  void *here = malloc(bytes);
+  c->param = c->grad = here;
+  if (use->mode & GEMINI_READ) copy_by(k, k->w.stream, here, use->ptr, bytes, false);
+  work(c);
+  if (use->mode & GEMINI_WRITE) copy_by(k, k->w.stream, use->ptr, here, bytes, true);
+  free(here);
+}
+
+static void update_span(void *user, const gemini_update_span_t *span) {
+  rank_t *k = user;
+  uint32_t bytes = k->shape.element_bytes;
+  uint64_t wrong = 0;
+  for (uint64_t i = 0; i < span->element_count; i++) {
+    uint64_t element = span->first_element + i;
+    float gradient = get_value(span->ptr[1], i, bytes);
+    wrong += gradient != k->model.gradient[element];
+    put_value(span->ptr[0], i, bytes, sgd((float *)span->ptr[3] + i, (float *)span->ptr[2] + i, gradient));
+  }
+  if (wrong) atomic_fetch_add(&k->wrong, wrong);
+  if (wrong && span->tier == HOST) atomic_fetch_add(&k->wrong_on_host, wrong);
+  atomic_fetch_add(&k->updated, span->element_count);
+}
+/* On the device the span is computed by a function in the stream's order. */
+typedef struct {
+  rank_t *k;
+  gemini_update_span_t span;
+} device_span_t;
+static void queued_span(void *user) {
+  device_span_t *d = user;
+  update_span(d->k, &d->span);
+  free(d);
+}
+static void any_span(void *user, const gemini_update_span_t *span) {
+  rank_t *k = user;
+  if (span->tier == HOST) {
+    update_span(user, span);
+    return;
+  }
+  if (k->shape.copy) {
+    gemini_update_span_t here = *span;
+    for (int i = 0; i < 4; i++) {
+      const uint64_t bytes = span->element_count * (i < 2 ? k->shape.element_bytes : 4);
+      here.ptr[i] = malloc(bytes);
+      copy_by(k, span->stream, here.ptr[i], span->ptr[i], bytes, false);
+    }
+    update_span(k, &here);
+    for (int i = 0; i < 4; i++) {
+      const uint64_t bytes = span->element_count * (i < 2 ? k->shape.element_bytes : 4);
+      if (i != 1) copy_by(k, span->stream, span->ptr[i], here.ptr[i], bytes, true);
+      free(here.ptr[i]);
+    }
+    return;
+  }
+  device_span_t *d = malloc(sizeof *d);
+  *d = (device_span_t){ k, *span };
+  CHECK_OK(gemini_stream_call(k->w.mgr, span->stream, queued_span, d));
+}
+
+static float rounded(const rank_t *k, float value) {
+  float own[1];
+  put_value(own, 0, k->shape.element_bytes, value);
+  return get_value(own, 0, k->shape.element_bytes);
+}
+/* Each rank's gradients of one micro-batch, added to those that it has. */
+static void model_backward(rank_t *k, uint32_t step) {
+  model_t *model = &k->model;
+  for (uint32_t r = 0; r < k->shape.ranks; r++)
+    for (uint32_t layer = 0; layer < LAYERS; layer++)
+      for (uint64_t n = 0, i = model->first[layer]; is_used(k, r, step, layer) && n < model->elements[layer]; n++, i++)
+        model->local[r][i] = rounded(k, model->local[r][i] + rounded(k, gradient_of(k, r, step, i, model->param[i])));
+  model->written = true;
+}
+/* The sums of all ranks' gradients, in the order of ranks, added to those of earlier micro-batches. */
+static void model_reduce(rank_t *k) {
+  model_t *model = &k->model;
+  if (!model->written) return;
+  for (uint64_t i = 0; i < model->first[LAYERS]; i++) {
+    float sum = model->local[0][i];
+    for (uint32_t r = 1; r < k->shape.ranks; r++) sum += model->local[r][i];
+    for (uint32_t r = 0; r < k->shape.ranks; r++) model->local[r][i] = 0;
+    model->gradient[i] = model->summed ? rounded(k, model->gradient[i] + rounded(k, sum)) : rounded(k, sum);
+  }
+  model->summed = has_sums(k);
+  model->written = false;
+  model->rounds++;
+}
+static void model_zero(rank_t *k, uint64_t first, uint64_t count) {
+  for (uint64_t i = first; i < first + count; i++) {
+    k->model.gradient[i] = 0;
+    for (uint32_t r = 0; r < k->shape.ranks; r++) k->model.local[r][i] = 0;
+  }
+}
+static double model_norm(const rank_t *k) {
+  double squares = 0;
+  for (uint64_t i = 0; i < k->model.first[LAYERS]; i++)
+    squares += (double)k->model.gradient[i] * (double)k->model.gradient[i];
+  return sqrt(squares);
+}
+static void model_update(rank_t *k) {
+  model_t *model = &k->model;
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    for (uint64_t i = model->first[layer]; i < model->first[layer] + model->elements[layer]; i++) {
+      model->param[i] = rounded(k, sgd(&model->momentum[i], &model->master[i], model->gradient[i]));
+    }
+  }
+  model->summed = false;
+}
+
+static void open_arenas(rank_t *k, gemini_group_t group) {
+  static const uint64_t sizes[LAYERS] = { 70001, 333, 16384, 40000, 1, 99999, 25003 };
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.element_bytes = k->shape.element_bytes;
+  c.group = group;
+  c.zero_stage = group ? k->shape.stage : 0;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &k->params));
+  c.group = NULL;
+  c.zero_stage = 0;
+  c.kind = GEMINI_KIND_GRAD;
+  if (has_sums(k)) c.like = k->params;
+  else c.reuse = k->params;
+  c.dtype = group && k->shape.element_bytes == 2 ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &k->grads));
+  c.reuse = NULL;
+  c.dtype = 0;
+  c.like = k->params;
+  c.element_bytes = 4;
+  c.kind = GEMINI_KIND_MASTER;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &k->masters));
+  c.kind = GEMINI_KIND_MOMENTUM;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &k->momenta));
+  uint64_t end = 0;
+  for (uint32_t i = 0; i < LAYERS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    const uint64_t size = sizes[i] * (k->shape.layers ? k->shape.layers : 1);
+    k->model.elements[i] = size;
+    k->param[i] = world_tensor(&k->w, k->params, name, size * k->shape.element_bytes);
+    CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[i], k->grads, &k->grad[i]));
+    k->model.first[i] = world_tensor_info(&k->w, k->param[i]).offset_bytes / k->shape.element_bytes;
+    end = k->model.first[i] + size;
+  }
+  k->model.first[LAYERS] = end;
+  k->model.param = calloc(end, sizeof(float));
+  k->model.momentum = calloc(end, sizeof(float));
+  k->model.master = calloc(end, sizeof(float));
+  k->model.gradient = calloc(end, sizeof(float));
+  for (uint32_t r = 0; r < k->shape.ranks; r++) k->model.local[r] = calloc(end, sizeof(float));
+}
+
+/* Gives parameters and masters their first values: parameters on the device, as a framework does, or from a file;
+ * masters on the host, slice by slice. */
+static void fill_params(rank_t *k, uint32_t layer, bool from_file) {
+  uint32_t bytes = k->shape.element_bytes;
+  uint64_t first = k->model.first[layer], count = k->model.elements[layer];
+  void *values = malloc(count * bytes);
+  for (uint64_t i = 0; i < count; i++) put_value(values, i, bytes, k->model.param[first + i]);
+  gemini_access_t use = world_whole(k->param[layer], GEMINI_WRITE, DEVICE);
+  if (from_file) {
+    int fd = memfd_create("parameters", MFD_CLOEXEC);
+    CHECK_EQ(pwrite(fd, values, count * bytes, 100), (ssize_t)(count * bytes));
+    CHECK_OK(gemini_load(k->w.mgr, &use, fd, 100));
+    close(fd);
+  } else {
+    CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    if (k->shape.copy) copy_by(k, k->w.stream, use.ptr, values, count * bytes, true);
+    else memcpy(use.ptr, values, count * bytes);
+    CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+  }
+  free(values);
+}
+static void fill_masters(rank_t *k, uint32_t layer) {
+  gemini_tensor_t master;
+  CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[layer], k->masters, &master));
+  gemini_access_t all = world_whole(master, GEMINI_WRITE, HOST);
+  uint64_t offset = 0, size, next = 0;
+  for (;;) {
+    CHECK_OK(gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
+    if (!size) break;
+    CHECK(offset >= next && size % 4 == 0 && offset % 4 == 0);
+    next = offset + size;
+    gemini_access_t slice = world_part(master, offset, size, GEMINI_WRITE, HOST);
+    CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    memcpy(slice.ptr, k->model.master + k->model.first[layer] + offset / 4, size);
+    CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+  }
+  CHECK_EQ(offset, k->model.elements[layer] * 4);
+}
+
+/* group: what to join, without ranks. */
+static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
+  *k = (rank_t){ .shape = *shape, .rank = rank };
+  const uint64_t scale = scale_of(shape);
+  gemini_config_t c =
+      world_config(shape->device_chunks * scale, shape->host_chunks * scale, shape->file_chunks * scale);
+  c.chunk_bytes = chunk_of(shape);
+  c.device = shape->device;
+  c.device_ordinal = shape->ordinal;
+  k->w = world_open(c);
+  group.rank = rank;
+  group.ranks = shape->ranks;
+  CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
+  open_arenas(k, k->group);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++) {
+      float own[1];
+      k->model.master[i] = small_value(i, 0, 7);
+      put_value(own, 0, shape->element_bytes, k->model.master[i]);
+      k->model.param[i] = get_value(own, 0, shape->element_bytes);
+    }
+    fill_params(k, layer, layer & 1);
+    fill_masters(k, layer);
+  }
+}
+
+static void model_free(rank_t *k) {
+  free(k->model.param);
+  free(k->model.momentum);
+  free(k->model.master);
+  free(k->model.gradient);
+  for (uint32_t r = 0; r < k->shape.ranks; r++) free(k->model.local[r]);
+}
+static void rank_close(rank_t *k) {
+  world_close(&k->w);
+  model_free(k);
+}
+
+/* Rank 0 alone adds to a gradient and does not make it ready, in the operator in which the last one was. */
+enum { LATE_BATCH = 2, LATE_LAYER = 1, LATE_NUMBER = 77 };
+static gemini_status_t late_gradient(rank_t *k) {
+  gemini_access_t use = world_whole(k->grad[LATE_LAYER], GEMINI_READ_WRITE, DEVICE);
+  if (k->rank) return GEMINI_OK;
+  gemini_status_t status = gemini_acquire(k->w.mgr, &use, 1, k->w.stream);
+  if (status) return status;
+  CHECK_OK(gemini_stream_call(k->w.mgr, k->w.stream, backward_adds, call_of(k, LATE_LAYER, LATE_NUMBER, &use)));
+  return gemini_release(k->w.mgr, &use, 1, k->w.stream);
+}
+static void model_late(rank_t *k) {
+  model_t *model = &k->model;
+  for (uint64_t n = 0, i = model->first[LATE_LAYER]; n < model->elements[LATE_LAYER]; n++, i++)
+    model->local[0][i] =
+        rounded(k, model->local[0][i] + rounded(k, gradient_of(k, 0, LATE_NUMBER, i, model->param[i])));
+  model->written = true;
+}
+static gemini_status_t op(rank_t *k, uint32_t step, uint32_t layer, bool back) {
+  char name[32];
+  snprintf(name, sizeof name, "%s %u", back ? "backward" : "forward", layer);
+  gemini_status_t status = gemini_op_begin(k->w.mgr, name, k->w.stream);
+  if (status) return status;
+  gemini_access_t use = world_whole(k->param[layer], GEMINI_READ, DEVICE);
+  status = gemini_acquire(k->w.mgr, &use, 1, k->w.stream);
+  if (!status) compute(k, layer, step, &use, forward);
+  if (!status) status = gemini_release(k->w.mgr, &use, 1, k->w.stream);
+  if (!status && back && is_used(k, k->rank, step, layer)) {
+    /* What has been added is zero again: then it is the same whether an operator writes a gradient or adds to it. */
+    const bool adds = has_sums(k) && (k->shape.stage == GEMINI_ZERO_STATES || (step + layer) & 1);
+    use = world_whole(k->grad[layer], adds ? GEMINI_READ_WRITE : GEMINI_WRITE, DEVICE);
+    status = gemini_acquire(k->w.mgr, &use, 1, k->w.stream);
+    if (!status) compute(k, layer, step, &use, adds ? backward_adds : backward);
+    if (!status) status = gemini_release(k->w.mgr, &use, 1, k->w.stream);
+  }
+  /* Also for a layer that this rank does not use: its gradient is zero. */
+  const uint32_t state = world_tensor_info(&k->w, k->grad[layer]).state;
+  if (!status && back && state == GEMINI_STATE_FREE)
+    status = gemini_tensor_state_set(k->w.mgr, k->grad[layer], GEMINI_STATE_HOLD);
+  if (!status && back && !(k->shape.wait && layer == 2) && state != GEMINI_STATE_READY_FOR_REDUCE)
+    status = gemini_tensor_state_set(k->w.mgr, k->grad[layer], GEMINI_STATE_READY_FOR_REDUCE);
+  if (!status && back && has_sums(k) && step == LATE_BATCH && !layer) status = late_gradient(k);
+  gemini_status_t ended = gemini_op_end(k->w.mgr);
+  return status ? status : ended;
+}
+
+/* Updates parameters from gradients and, with arena_count 4, states. */
+static gemini_status_t update(rank_t *k, uint32_t arena_count, gemini_update_fn fn) {
+  const gemini_arena_t arenas[] = { k->params, k->grads, k->masters, k->momenta };
+  const uint32_t modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = arena_count;
+  u.stream = k->w.stream;
+  u.fn = fn;
+  u.user = k;
+  return gemini_update(k->w.mgr, &u);
+}
+
+/* Forward and backward. */
+static gemini_status_t micro_batch(rank_t *k, uint32_t number) {
+  gemini_manager_t mgr = k->w.mgr;
+  gemini_status_t status = gemini_phase_set(mgr, GEMINI_PHASE_FORWARD);
+  for (uint32_t layer = 0; !status && layer < LAYERS; layer++) status = op(k, number, layer, false);
+  if (!status) status = gemini_phase_set(mgr, GEMINI_PHASE_BACKWARD);
+  for (uint32_t layer = LAYERS; !status && layer-- > 0;) status = op(k, number, layer, true);
+  if (!status) status = gemini_stream_synchronize(mgr, k->w.stream); /* the model changes below */
+  if (status) return status;
+  model_backward(k, number);
+  if (k->shape.stage != GEMINI_ZERO_STATES && !k->shape.wait) model_reduce(k);
+  if (has_sums(k) && number == LATE_BATCH) model_late(k);
+  return GEMINI_OK;
+}
+static gemini_status_t check_norm(rank_t *k) {
+  double norm;
+  model_reduce(k);
+  double expected = model_norm(k);
+  gemini_access_t all = world_whole(k->grads, GEMINI_READ, DEVICE);
+  gemini_status_t status = gemini_norm(
+      k->w.mgr, &all, k->shape.element_bytes == 4 ? GEMINI_DTYPE_F32 : GEMINI_DTYPE_BF16, k->w.stream, &norm);
+  if (status) return status;
+  CHECK(fabs(norm - expected) <= 1e-12 * expected);
+  if (k->group) { /* the same bits on all ranks */
+    double norms[RANKS_MOST];
+    status = gemini_group_exchange(k->w.mgr, k->group, &norm, sizeof norm, norms);
+    if (status) return status;
+    for (uint32_t r = 0; r < k->shape.ranks; r++) CHECK(!memcmp(&norms[r], &norm, sizeof norm));
+  }
+  return GEMINI_OK;
+}
+/* A norm that fails on one rank once the ranks have agreed on a round can be called again there, and only there. */
+static gemini_status_t check_norm_again(rank_t *k) {
+  if (k->rank) return check_norm(k);
+  const uint64_t bytes = k->shape.element_bytes, first = k->model.first[LAYERS - 1] * bytes;
+  gemini_access_t layer = world_part(k->grads, first, k->model.elements[LAYERS - 1] * bytes, GEMINI_READ, HOST);
+  uint64_t offset, size;
+  double norm;
+  CHECK_OK(gemini_slice_next(k->w.mgr, &layer, first, &offset, &size));
+  gemini_access_t slice = world_part(k->grads, offset, size, GEMINI_READ, HOST);
+  gemini_status_t status = gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER);
+  if (status) return status;
+  CHECK_STATUS(gemini_norm(k->w.mgr, &layer, bytes == 4 ? GEMINI_DTYPE_F32 : GEMINI_DTYPE_BF16, k->w.stream, &norm),
+               GEMINI_ERR_BUSY);
+  CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+  return check_norm(k);
+}
+/* all: of the arena; the next sums replace what it holds. */
+static void zero_gradients(rank_t *k, gemini_tensor_t grad, uint64_t first, uint64_t count, bool all) {
+  gemini_access_t range = all ? world_whole(k->grads, 0, 0) : world_whole(grad, 0, 0);
+  CHECK_OK(gemini_zero(k->w.mgr, &range));
+  model_zero(k, first, count);
+  if (all) k->model.summed = false;
+}
+/* After an update the slices hold the sums that it took. */
+static void check_slices(rank_t *k) {
+  uint32_t bytes = k->shape.element_bytes;
+  uint64_t offset, size, wrong = 0;
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    gemini_access_t all = world_whole(k->grad[layer], GEMINI_READ, HOST);
+    for (uint64_t next = 0;; next = offset + size) {
+      CHECK_OK(gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
+      if (!size) break;
+      gemini_access_t slice = world_part(k->grad[layer], offset, size, GEMINI_READ, HOST);
+      CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+      for (uint64_t i = 0; i < size / bytes; i++)
+        wrong += get_value(slice.ptr, i, bytes) != k->model.gradient[k->model.first[layer] + offset / bytes + i];
+      CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    }
+  }
+  CHECK_EQ(wrong, 0);
+}
+
+/* One step; the first failure ends it. */
+static gemini_status_t step(rank_t *k, uint32_t n, bool with_norm) {
+  gemini_manager_t mgr = k->w.mgr;
+  gemini_status_t status = gemini_iteration_begin(mgr);
+  if (!status && has_sums(k) && n == 3) { /* a micro-batch that is given up, after a part of it was */
+    status = micro_batch(k, batch_number(n, 9));
+    if (!status) zero_gradients(k, k->grad[4], k->model.first[4], k->model.elements[4], false);
+    if (!status) status = check_norm(k);
+    if (!status) status = micro_batch(k, batch_number(n, 8));
+    if (!status) zero_gradients(k, NULL, 0, k->model.first[LAYERS], true);
+  }
+  for (uint32_t i = 0; !status && i < (has_sums(k) ? k->shape.micro_batches : 1); i++) {
+    status = micro_batch(k, batch_number(n, i));
+    if (!status && has_sums(k) && (n + i) % 3 == 1) status = check_norm(k);
+    if (!status && has_sums(k) && n == LATE_BATCH && !i && k->shape.stage != GEMINI_ZERO_STATES)
+      status = check_norm_again(k);
+    if (!status && has_sums(k) && n == 4 && !i)
+      zero_gradients(k, k->grad[5], k->model.first[5], k->model.elements[5], false);
+  }
+  if (!status && with_norm) status = check_norm(k);
+  if (status) return status;
+  model_reduce(k);
+  status = gemini_phase_set(mgr, GEMINI_PHASE_UPDATE);
+  if (!status) status = update(k, 4, any_span);
+  if (!status) status = gemini_iteration_end(mgr);
+  if (!status) model_update(k);
+  if (!status && has_sums(k)) check_slices(k);
+  if (!status && has_sums(k) && n == 1) status = check_norm(k); /* of what the update has left */
+  return status;
+}
+
+/* Every rank writes its slices of every tensor to one file: the file must hold the model. */
+static void check_stored(rank_t *k, int fd) {
+  uint32_t bytes = k->shape.element_bytes;
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    gemini_access_t all = world_whole(k->param[layer], GEMINI_READ, HOST);
+    CHECK_OK(gemini_store(k->w.mgr, &all, fd, k->model.first[layer] * bytes));
+  }
+  uint8_t here = 1, there[RANKS_MOST];
+  CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &here, 1, there)); /* all have written */
+  uint64_t count = k->model.first[LAYERS];
+  void *stored = malloc(count * bytes);
+  CHECK_EQ(pread(fd, stored, count * bytes, 0), (ssize_t)(count * bytes));
+  uint64_t wrong = 0;
+  for (uint32_t layer = 0; layer < LAYERS; layer++)
+    for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++)
+      wrong += get_value(stored, i, bytes) != k->model.param[i];
+  CHECK_EQ(wrong, 0);
+  free(stored);
+}
+
+/* Bytes of a chunk that the rank keeps: slices are multiples of 256 elements, the last rank keeps what is left over. */
+static uint64_t own_bytes(const shape_t *shape, uint32_t rank) {
+  uint64_t chunk = chunk_of(shape),
+           slice = chunk / shape->element_bytes / shape->ranks / 256 * 256 * shape->element_bytes;
+  return rank + 1 == shape->ranks ? chunk - (shape->ranks - 1) * slice : slice;
+}
+
+/* fd: a file of all ranks. */
+static void train_rank(const shape_t *shape, uint32_t rank, gemini_group_config_t group, int fd) {
+  rank_t *k = malloc(sizeof *k);
+  rank_open(k, shape, rank, group);
+  gemini_group_stats_t stats = GEMINI_GROUP_STATS_INIT;
+  uint64_t gathered_first = 0;
+  for (uint32_t n = 0; n < STEPS; n++) {
+    CHECK_OK(step(k, n, n != 2));
+    CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &stats));
+    if (!n) gathered_first = stats.gathered_chunks;
+  }
+  CHECK_EQ(atomic_load(&k->wrong), 0);
+  uint64_t updated = atomic_load(&k->updated), all[RANKS_MOST], sum = 0;
+  CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &updated, sizeof updated, all));
+  for (uint32_t r = 0; r < shape->ranks; r++) sum += all[r];
+  CHECK_EQ(sum, STEPS * k->model.first[LAYERS]); /* each element once a step, by one rank */
+  check_stored(k, fd);
+  CHECK_EQ(stats.ranks, shape->ranks);
+  CHECK_EQ(stats.rank, rank);
+  const uint64_t chunk = chunk_of(shape);
+  uint64_t chunks = (k->model.first[LAYERS] * shape->element_bytes + chunk - 1) / chunk;
+  CHECK_EQ(k->model.rounds >= STEPS, true);
+  CHECK_EQ(stats.reduced_chunks, k->model.rounds * chunks);
+  /* From the second step on, each chunk is gathered once a step if there is room for all, whatever the stage. */
+  if (shape->device_chunks >= 64 && !shape->micro_batches)
+    CHECK_EQ(stats.gathered_chunks - gathered_first, (STEPS - 1) * chunks);
+  else CHECK(stats.gathered_chunks - gathered_first >= (STEPS - 1) * chunks);
+  CHECK_EQ(stats.gathered_bytes, stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank));
+  figures_t s = world_stats(&k->w);
+  CHECK(s.planned_iterations > 0);
+  CHECK(s.peak_bytes[HOST] <= shape->host_chunks * chunk);
+  rank_close(k);
+  free(k);
+}
+
+#endif

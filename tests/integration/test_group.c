@@ -1,0 +1,465 @@
+/* Training over a group of ranks, each a process with a manager of its own. Only public headers.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <signal.h>
+
+#include "../fork.h"
+#include "../process.h"
+#include "group_world.h"
+
+/* Ranks wait it out for one that stops or leaves the order; for one that is killed they must not. */
+#define DEADLINE_NS UINT64_C(6000000000)
+
+/* ---- tests */
+/* The process becomes all ranks; each makes its configuration of the group by config_of(user, rank). */
+typedef gemini_group_config_t (*config_fn)(void *user, uint32_t rank);
+static void train_over(const shape_t *shape, config_fn config_of, void *user) {
+  int fd = memfd_create("stored", MFD_CLOEXEC);
+  pid_t pids[RANKS_MOST];
+  for (uint32_t r = 1; r < shape->ranks; r++) {
+    pids[r] = fork_child();
+    if (pids[r]) continue;
+    train_rank(shape, r, config_of(user, r), fd);
+    exit(0);
+  }
+  train_rank(shape, 0, config_of(user, 0), fd);
+  for (uint32_t r = 1; r < shape->ranks; r++) fork_expect_end(pids[r]);
+  close(fd);
+}
+static gemini_group_config_t config_of_id(void *user, uint32_t rank) {
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  (void)rank;
+  c.id = user;
+  c.deadline_ns = 10 * DEADLINE_NS;
+  return c;
+}
+static void train(const shape_t *shape) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape->ranks, &id));
+  train_over(shape, config_of_id, &id);
+}
+
+/* 251,721 elements: 16 chunks of 64 KiB as float, 8 as bfloat16; states are twice the former. */
+static void test_training_has_the_bits_of_the_model(void) {
+  process_t before = process_now();
+  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
+    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+      shape_t shape = { .ranks = ranks, .stage = stage, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64 };
+      train(&shape);
+      shape.element_bytes = 2;
+      shape.unused = true;
+      train(&shape);
+    }
+  }
+  process_check(before);
+}
+
+static void test_training_in_little_memory_has_the_same_bits(void) {
+  for (uint32_t ranks = 2; ranks <= RANKS_MOST; ranks++) {
+    shape_t shape = { .ranks = ranks,
+                      .stage = GEMINI_ZERO_PARAMS,
+                      .element_bytes = 4,
+                      .device_chunks = 24,
+                      .host_chunks = 80 / ranks,
+                      .unused = ranks & 1,
+                      .wait = true };
+    train(&shape);
+    shape.host_chunks = 16;
+    shape.file_chunks = 100;
+    shape.element_bytes = 2;
+    train(&shape);
+  }
+}
+
+static void test_gradients_of_micro_batches_are_added_in_their_order(void) {
+  process_t before = process_now();
+  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
+    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+      shape_t shape = { .ranks = ranks, .stage = stage, .device_chunks = 64, .host_chunks = 96 };
+      shape.element_bytes = (ranks + stage) & 1 ? 2 : 4;
+      shape.micro_batches = 1 + (ranks + stage) % 3;
+      train(&shape);
+      shape.element_bytes ^= 6;
+      shape.micro_batches = 1 + (ranks + stage + 1) % 3;
+      shape.unused = true;
+      train(&shape);
+    }
+  }
+  process_check(before);
+}
+
+static void test_sums_of_micro_batches_in_little_memory(void) {
+  for (uint32_t ranks = 2; ranks <= RANKS_MOST; ranks++) {
+    shape_t shape = { .ranks = ranks,
+                      .stage = ranks == 2 ? GEMINI_ZERO_GRADIENTS : GEMINI_ZERO_PARAMS,
+                      .element_bytes = 2,
+                      .device_chunks = 24,
+                      .host_chunks = 16,
+                      .file_chunks = 100,
+                      .unused = true,
+                      .micro_batches = 3 };
+    train(&shape);
+  }
+}
+
+/* ---- functions of the caller's, over memory that the processes share; simple, and blocking */
+typedef struct {
+  _Atomic uint64_t arrived[RANKS_MOST]; /* Atomic: the meetings of each rank so far; stored (release) behind bytes */
+  _Atomic bool claimed;                 /* Atomic: set by the rank that gave up first, which then writes why */
+  _Atomic bool over;                    /* Atomic: set behind why */
+  char why[200];
+  _Alignas(64) unsigned char bytes[RANKS_MOST][WORLD_CHUNK];
+} area_t;
+typedef struct {
+  area_t *area;
+  uint32_t rank, ranks;
+  uint64_t meetings, calls;
+  uint64_t fail_at; /* the call that fails with IO; 0: none does */
+} table_user_t;
+
+static gemini_status_t table_failure(const char *text) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  info.status = GEMINI_ERR_PEER;
+  snprintf(info.message, sizeof info.message, "%s", text);
+  CHECK_OK(gemini_error_set(&info));
+  return GEMINI_ERR_PEER;
+}
+/* Waits for all ranks. */
+static gemini_status_t meet(table_user_t *u) {
+  atomic_store_explicit(&u->area->arrived[u->rank], ++u->meetings, memory_order_release);
+  for (uint32_t r = 0; r < u->ranks; r++)
+    while (atomic_load_explicit(&u->area->arrived[r], memory_order_acquire) < u->meetings) {
+      if (atomic_load_explicit(&u->area->over, memory_order_acquire)) return table_failure(u->area->why);
+      nanosleep(&(struct timespec){ 0, 20000 }, NULL);
+    }
+  return GEMINI_OK;
+}
+/* After it, area->bytes holds what all ranks have brought, until the next one. */
+static gemini_status_t bring(table_user_t *u, const void *mine, uint64_t bytes) {
+  if (++u->calls == u->fail_at) return GEMINI_ERR_IO;
+  gemini_status_t status = meet(u); /* all have read what was there */
+  CHECK(bytes <= WORLD_CHUNK);
+  if (!status && bytes) memcpy(u->area->bytes[u->rank], mine, bytes);
+  return status ? status : meet(u);
+}
+static gemini_status_t table_gather(void *user, void *buffer, uint64_t bytes, void *stream, const char *label) {
+  table_user_t *u = user;
+  CHECK(!stream && strstr(label, "of arena"));
+  gemini_status_t status = bring(u, (unsigned char *)buffer + u->rank * bytes, bytes);
+  for (uint32_t r = 0; r < u->ranks && !status; r++)
+    memcpy((unsigned char *)buffer + r * bytes, u->area->bytes[r], bytes);
+  return status;
+}
+static gemini_status_t table_broadcast(void *user, void *buffer, uint64_t bytes, uint32_t root, void *stream,
+                                       const char *label) {
+  table_user_t *u = user;
+  CHECK(!stream && strstr(label, "of arena"));
+  gemini_status_t status = bring(u, buffer, bytes);
+  if (!status) memcpy(buffer, u->area->bytes[root], bytes);
+  return status;
+}
+/* Adds count values from value `first` of all ranks, in the order of ranks. */
+static void add_all(const table_user_t *u, void *to, uint64_t first, uint64_t count, uint32_t dtype) {
+  const uint32_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
+  for (uint64_t i = 0; i < count; i++) {
+    float sum = get_value(u->area->bytes[0], first + i, width);
+    for (uint32_t r = 1; r < u->ranks; r++) sum += get_value(u->area->bytes[r], first + i, width);
+    put_value(to, i, width, sum);
+  }
+}
+static gemini_status_t table_scatter(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
+                                     const char *label) {
+  table_user_t *u = user;
+  const uint64_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
+  CHECK(!stream && strstr(label, "of arena"));
+  gemini_status_t status = bring(u, buffer, count * width * u->ranks);
+  if (!status) add_all(u, (unsigned char *)buffer + u->rank * count * width, u->rank * count, count, dtype);
+  return status;
+}
+static gemini_status_t table_reduce(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
+                                    const char *label) {
+  table_user_t *u = user;
+  CHECK(!stream && strstr(label, "of arena"));
+  gemini_status_t status = bring(u, buffer, count * (dtype == GEMINI_DTYPE_BF16 ? 2 : 4));
+  if (!status) add_all(u, buffer, 0, count, dtype);
+  return status;
+}
+static gemini_status_t table_exchange(void *user, const void *mine, uint64_t bytes, void *all, const char *label) {
+  table_user_t *u = user;
+  (void)label;
+  gemini_status_t status = bring(u, mine, bytes);
+  for (uint32_t r = 0; r < u->ranks && !status && bytes; r++)
+    memcpy((unsigned char *)all + r * bytes, u->area->bytes[r], bytes);
+  return status;
+}
+static void table_abort(void *user, const char *why) {
+  table_user_t *u = user;
+  if (atomic_exchange(&u->area->claimed, true)) return;
+  snprintf(u->area->why, sizeof u->area->why, "a rank gave up: %s", why);
+  atomic_store_explicit(&u->area->over, true, memory_order_release);
+}
+
+/* What a rank gives to gemini_group_open(); areas: shared by the ranks. */
+static gemini_group_config_t config_of_tables(area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
+                                              uint64_t fail_at) {
+  static table_user_t users[GEMINI_GROUP_COMMS];
+  static gemini_comm_t tables[GEMINI_GROUP_COMMS];
+  static const gemini_comm_t *const comms[] = { &tables[0], &tables[1], &tables[2] };
+  for (uint32_t i = 0; i < GEMINI_GROUP_COMMS; i++) {
+    users[i] = (table_user_t){ &areas[i], rank, ranks, 0, 0, i == table ? fail_at : 0 };
+    tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
+    tables[i].user = &users[i];
+    if (i == 0) tables[i].all_gather = table_gather, tables[i].broadcast = table_broadcast;
+    if (i == 1) tables[i].reduce_scatter = table_scatter, tables[i].all_reduce = table_reduce;
+    if (i == 2) tables[i].exchange = table_exchange;
+    tables[i].abort = table_abort;
+  }
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.comms = comms;
+  return c;
+}
+static area_t *areas_make(void) {
+  void *areas =
+      mmap(NULL, GEMINI_GROUP_COMMS * sizeof(area_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(areas != MAP_FAILED);
+  return areas;
+}
+static void areas_end(area_t *areas) { CHECK(!munmap(areas, GEMINI_GROUP_COMMS * sizeof(area_t))); }
+
+typedef struct {
+  area_t *areas;
+  uint32_t ranks;
+} tables_t;
+static gemini_group_config_t config_of_areas(void *user, uint32_t rank) {
+  tables_t *t = user;
+  return config_of_tables(t->areas, rank, t->ranks, 0, 0);
+}
+static void test_training_over_functions_of_the_caller(void) {
+  process_t before = process_now();
+  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
+    shape_t shape = {
+      .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+    };
+    if (ranks % 2) shape.element_bytes = 2, shape.unused = true, shape.device_chunks = 24;
+    if (ranks == 2) shape.stage = GEMINI_ZERO_STATES;
+    tables_t t = { areas_make(), ranks };
+    train_over(&shape, config_of_areas, &t);
+    areas_end(t.areas);
+  }
+  process_check(before);
+}
+
+/* ---- ranks that fail, or do other than the others */
+typedef enum {
+  KILLED_IN_FORWARD,
+  KILLED_IN_BACKWARD,
+  KILLED_BEFORE_THE_NORM,
+  SKIPS_AN_OPERATOR,
+  NAMES_AN_OPERATOR_DIFFERENTLY,
+  STOPS,
+  FAILURES
+} failure_t;
+static const char *const failure_words[FAILURES] = {
+  "has ended",
+  "has ended",
+  "has ended",
+  "rank 1 left the recorded order of operators in forward 5",
+  "rank 1 left the recorded order of operators in another name",
+  "waited",
+};
+
+/* What the rank that fails does in step 2. True: it goes on with the operator. */
+static bool fail_here(rank_t *k, failure_t how, uint32_t step, uint32_t layer, bool back) {
+  if (step != 2 || k->rank != 1) return true;
+  if ((how == KILLED_IN_FORWARD && !back && layer == 4) || (how == KILLED_IN_BACKWARD && back && layer == 2)) {
+    kill(getpid(), SIGKILL);
+  }
+  if (how == STOPS && back && layer == 2) pause(); /* until it is killed */
+  if (how == NAMES_AN_OPERATOR_DIFFERENTLY && !back && layer == 4) {
+    CHECK_OK(gemini_op_begin(k->w.mgr, "another name", k->w.stream));
+    gemini_access_t use = world_whole(k->param[layer], GEMINI_READ, DEVICE);
+    if (!gemini_acquire(k->w.mgr, &use, 1, k->w.stream)) CHECK_OK(gemini_release(k->w.mgr, &use, 1, k->w.stream));
+    gemini_status_t ended = gemini_op_end(k->w.mgr); /* the failure may be noticed by now */
+    CHECK(ended == GEMINI_OK || ended == GEMINI_ERR_PEER);
+    return false;
+  }
+  return !(how == SKIPS_AN_OPERATOR && !back && layer == 4);
+}
+
+static void keep_span(void *user, const gemini_update_span_t *span) { (void)user, (void)span; }
+/* As step(), for ranks of which one fails. */
+static gemini_status_t failing_step(rank_t *k, failure_t how, uint32_t n) {
+  gemini_status_t status = gemini_iteration_begin(k->w.mgr);
+  for (uint32_t layer = 0; !status && layer < LAYERS; layer++)
+    if (fail_here(k, how, n, layer, false)) status = op(k, n, layer, false);
+  for (uint32_t layer = LAYERS; !status && layer-- > 0;)
+    if (fail_here(k, how, n, layer, true)) status = op(k, n, layer, true);
+  if (!status) status = gemini_stream_synchronize(k->w.mgr, k->w.stream);
+  if (!status && how == KILLED_BEFORE_THE_NORM && n == 2 && k->rank == 1) kill(getpid(), SIGKILL);
+  double norm;
+  gemini_access_t all = world_whole(k->grads, GEMINI_READ, DEVICE);
+  if (!status) status = gemini_norm(k->w.mgr, &all, GEMINI_DTYPE_F32, k->w.stream, &norm);
+  if (!status) status = update(k, 2, keep_span);
+  return status ? status : gemini_iteration_end(k->w.mgr);
+}
+
+static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group_id_t *id, failure_t how) {
+  static rank_t k;
+  gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  group.id = id;
+  group.deadline_ns = how >= SKIPS_AN_OPERATOR ? DEADLINE_NS : 10 * DEADLINE_NS;
+  rank_open(&k, shape, rank, group);
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t n = 0; n < STEPS && !status; n++) status = failing_step(&k, how, n);
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  gemini_error_info_t first = world_error();
+  if (!strstr(first.message, failure_words[how]) || (!strstr(first.message, "ank 1") && rank != 1))
+    fprintf(stderr, "rank %u: %s: %s\n", rank, first.operation, first.message);
+  CHECK(strstr(first.message, failure_words[how]));
+  CHECK(strstr(first.message, "ank 1") || rank == 1);
+  /* The group stays failed; what the host has stays readable. */
+  uint8_t byte = 0, bytes[RANKS_MOST];
+  CHECK_STATUS(gemini_group_exchange(k.w.mgr, k.group, &byte, 1, bytes), GEMINI_ERR_PEER);
+  gemini_tensor_t master;
+  CHECK_OK(gemini_tensor_counterpart(k.w.mgr, k.param[0], k.masters, &master));
+  gemini_access_t all = world_whole(master, GEMINI_READ, HOST);
+  uint64_t offset, size;
+  CHECK_OK(gemini_slice_next(k.w.mgr, &all, 0, &offset, &size));
+  gemini_access_t slice = world_part(master, offset, size, GEMINI_READ, HOST);
+  CHECK_OK(gemini_acquire(k.w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+  CHECK(!memcmp(slice.ptr, k.model.master + k.model.first[0] + offset / 4, size));
+  CHECK_OK(gemini_release(k.w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+  gemini_status_t closed = gemini_manager_close(k.w.mgr);
+  if (closed && closed != GEMINI_ERR_PEER && closed != GEMINI_ERR_DEVICE) CHECK_OK(closed);
+  model_free(&k);
+}
+
+static void test_failing_ranks_are_named_by_all_others(void) {
+  process_t before = process_now();
+  const shape_t shape = {
+    .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+  };
+  for (failure_t how = 0; how < FAILURES; how++) {
+    gemini_group_id_t id;
+    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape.ranks, &id));
+    pid_t pids[RANKS_MOST];
+    for (uint32_t r = 1; r < shape.ranks; r++) {
+      pids[r] = fork_child();
+      if (pids[r]) continue;
+      failing_rank(&shape, r, &id, how);
+      exit(0);
+    }
+    failing_rank(&shape, 0, &id, how);
+    for (uint32_t r = 1; r < shape.ranks; r++) {
+      int end;
+      if (r == 1 && how == STOPS) CHECK(!kill(pids[r], SIGKILL));
+      CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
+      bool killed = r == 1 && (how <= KILLED_BEFORE_THE_NORM || how == STOPS);
+      CHECK(killed ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0);
+    }
+  }
+  process_check(before);
+}
+
+/* A function of rank 1 fails: the others hear of it through abort(). */
+static void failing_table_rank(const shape_t *shape, uint32_t rank, area_t *areas, uint32_t table, uint64_t fail_at) {
+  static const char *const functions[] = { "all_gather() of comms[0]", "reduce_scatter() of comms[1]",
+                                           "exchange() of comms[2]" };
+  static rank_t k;
+  gemini_status_t status = GEMINI_OK;
+  rank_open(&k, shape, rank, config_of_tables(areas, rank, shape->ranks, table, rank == 1 ? fail_at : 0));
+  for (uint32_t n = 0; n < STEPS && !status; n++) status = failing_step(&k, FAILURES, n);
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  gemini_error_info_t first = world_error();
+  if (rank == 1) CHECK_SAYS(first.message, "rank 1 of 3: ");
+  else CHECK_SAYS(first.message, "a rank gave up: rank 1 of 3: ");
+  CHECK_SAYS(first.message, functions[table]);
+  CHECK_SAYS(first.message, "returned -9 (input/output error)");
+  uint8_t byte = 0, bytes[RANKS_MOST];
+  CHECK_STATUS(gemini_group_exchange(k.w.mgr, k.group, &byte, 1, bytes), GEMINI_ERR_PEER);
+  gemini_status_t closed = gemini_manager_close(k.w.mgr);
+  if (closed && closed != GEMINI_ERR_PEER && closed != GEMINI_ERR_DEVICE) CHECK_OK(closed);
+  model_free(&k);
+}
+static void test_failing_functions_of_the_caller_are_named_by_all_ranks(void) {
+  process_t before = process_now();
+  const shape_t shape = {
+    .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+  };
+  static const uint64_t fail_at[GEMINI_GROUP_COMMS] = { 41, 21, 3 };
+  for (uint32_t table = 0; table < GEMINI_GROUP_COMMS; table++) {
+    area_t *areas = areas_make();
+    pid_t pids[RANKS_MOST];
+    for (uint32_t r = 1; r < shape.ranks; r++) {
+      pids[r] = fork_child();
+      if (pids[r]) continue;
+      failing_table_rank(&shape, r, areas, table, fail_at[table]);
+      exit(0);
+    }
+    failing_table_rank(&shape, 0, areas, table, fail_at[table]);
+    for (uint32_t r = 1; r < shape.ranks; r++) fork_expect_end(pids[r]);
+    for (int i = 0; i < GEMINI_GROUP_COMMS; i++) CHECK(atomic_load(&areas[i].over)); /* nobody waits in the others */
+    areas_end(areas);
+  }
+  process_check(before);
+}
+
+/* ---- exchanges of several threads */
+typedef struct {
+  gemini_manager_t mgr;
+  gemini_group_t group;
+} exchange_t;
+static void *exchange_main(void *user) {
+  exchange_t *x = user;
+  uint8_t byte = 7, bytes[2];
+  CHECK_OK(gemini_group_exchange(x->mgr, x->group, &byte, 1, bytes));
+  CHECK(bytes[0] == 7 && bytes[1] == 9);
+  return NULL;
+}
+/* The library's own exchange would be on the same communicator, in an order that other ranks need not have. */
+static void test_the_librarys_exchange_does_not_overlap_the_callers(void) {
+  const shape_t shape = {
+    .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+  };
+  static rank_t k;
+  area_t *areas = areas_make();
+  pid_t child = fork_child();
+  const uint32_t rank = !child;
+  rank_open(&k, &shape, rank, config_of_tables(areas, rank, 2, 0, 0));
+  CHECK_OK(step(&k, 0, true));
+  double norm;
+  gemini_access_t all = world_whole(k.masters, GEMINI_READ, HOST);
+  if (child) {
+    exchange_t x = { k.w.mgr, k.group };
+    pthread_t thread;
+    uint64_t meetings = atomic_load(&areas[2].arrived[0]);
+    CHECK(!pthread_create(&thread, NULL, exchange_main, &x));
+    while (atomic_load(&areas[2].arrived[0]) == meetings) sched_yield();
+    CHECK_STATUS(gemini_norm(k.w.mgr, &all, GEMINI_DTYPE_F32, k.w.stream, &norm), GEMINI_ERR_BUSY);
+    CHECK_SAYS(world_error().message, "another thread's exchange");
+    atomic_store(&areas[1].over, true); /* tells rank 1, of which the sums are not needed any more */
+    CHECK(!pthread_join(thread, NULL));
+  } else {
+    while (!atomic_load(&areas[1].over)) sched_yield();
+    uint8_t byte = 9, bytes[2];
+    CHECK_OK(gemini_group_exchange(k.w.mgr, k.group, &byte, 1, bytes));
+  }
+  CHECK_OK(gemini_norm(k.w.mgr, &all, GEMINI_DTYPE_F32, k.w.stream, &norm));
+  rank_close(&k);
+  if (!child) exit(0);
+  fork_expect_end(child);
+  areas_end(areas);
+}
+
+int main(void) {
+  process_begin();
+  RUN(test_training_has_the_bits_of_the_model);
+  RUN(test_training_in_little_memory_has_the_same_bits);
+  RUN(test_gradients_of_micro_batches_are_added_in_their_order);
+  RUN(test_sums_of_micro_batches_in_little_memory);
+  RUN(test_failing_ranks_are_named_by_all_others);
+  RUN(test_training_over_functions_of_the_caller);
+  RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
+  RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
+  return check_done();
+}

@@ -1,0 +1,453 @@
+/* Communicators over shared memory: what they compute, and what happens when a rank does other than the others.
+ * SPDX-License-Identifier: Apache-2.0 */
+#include <dlfcn.h>
+#include <math.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+#include "comm/comm.h"
+#include "comm_world.h"
+#include "process.h"
+
+/* ---- reductions against a reference: tables of all values of the 16-bit types */
+static double f16_value(uint16_t half) { /* by the definition of IEEE 754 */
+  int exponent = half >> 10 & 31;
+  double fraction = half & 1023, value = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+  if (exponent == 31) value = fraction != 0 ? NAN : INFINITY;
+  return half & 0x8000 ? -value : value;
+}
+static double bf16_value(uint16_t half) {
+  int exponent = half >> 7 & 255;
+  double fraction = half & 127, value = exponent ? ldexp(128 + fraction, exponent - 134) : ldexp(fraction, -133);
+  if (exponent == 255) value = fraction != 0 ? NAN : INFINITY;
+  return half & 0x8000 ? -value : value;
+}
+static double half_value(uint32_t dtype, uint16_t half) {
+  return dtype == GEMINI_DTYPE_F16 ? f16_value(half) : bf16_value(half);
+}
+/* The nearest value, ties to the even one, found by bisection among the positive values in their order. Beyond the
+ * largest, infinity stands for the next power of two. */
+static uint16_t half_nearest(uint32_t dtype, double value) {
+  const uint16_t infinity = dtype == GEMINI_DTYPE_F16 ? 0x7C00 : 0x7F80;
+  const double beyond = dtype == GEMINI_DTYPE_F16 ? 65536.0 : 0x1p128;
+  uint16_t sign = signbit(value) ? 0x8000 : 0, low = 0, high = infinity;
+  value = fabs(value);
+  if (value >= beyond) return sign | infinity;
+  while (high - low > 1) {
+    uint16_t middle = (uint16_t)((low + high) / 2);
+    if (half_value(dtype, middle) <= value) low = middle;
+    else high = middle;
+  }
+  double below = value - half_value(dtype, low);
+  double above = (high == infinity ? beyond : half_value(dtype, high)) - value;
+  bool up = above < below || (above == below && low & 1);
+  return sign | (up ? high : low);
+}
+
+static void test_one_value_stays_what_it_is(void) {
+  static uint16_t in[65536], out[65536];
+  for (uint32_t i = 0; i < 65536; i++) in[i] = (uint16_t)i;
+  for (uint32_t dtype = GEMINI_DTYPE_BF16; dtype <= GEMINI_DTYPE_F16; dtype++) {
+    const void *from[] = { in };
+    gmi_reduce(dtype, GMI_REDUCE_SUM, 1, from, out, 65536);
+    for (uint32_t i = 0; i < 65536; i++) {
+      if (isnan(half_value(dtype, (uint16_t)i))) CHECK(isnan(half_value(dtype, out[i])));
+      else CHECK_EQ(out[i], i);
+    }
+  }
+}
+
+static void test_sums_of_halves_are_rounded_to_nearest(void) {
+  enum { COUNT = 40000, RANKS = 3 };
+  static uint16_t in[RANKS][COUNT], once[COUNT], each[COUNT];
+  uint64_t state = 7;
+  for (uint32_t dtype = GEMINI_DTYPE_BF16; dtype <= GEMINI_DTYPE_F16; dtype++) {
+    for (uint32_t i = 0; i < COUNT; i++) {
+      uint16_t first = (uint16_t)(check_random(&state) >> 48);
+      for (uint32_t r = 0; r < RANKS; r++) { /* of similar magnitude, so that roundings and ties occur */
+        int32_t near = first + (int32_t)(check_random(&state) % 4096) - 2048;
+        in[r][i] = r ? (uint16_t)(near ^ (int32_t)(check_random(&state) & 0x8000)) : first;
+      }
+    }
+    const void *from[] = { in[0], in[1], in[2] };
+    gmi_reduce(dtype, GMI_REDUCE_SUM, RANKS, from, once, COUNT);
+    gmi_reduce(dtype, GMI_REDUCE_SUM_ROUNDED, RANKS, from, each, COUNT);
+    uint32_t differ = 0;
+    for (uint32_t i = 0; i < COUNT; i++) {
+      double a = half_value(dtype, in[0][i]), b = half_value(dtype, in[1][i]), c = half_value(dtype, in[2][i]);
+      float exact_once = (float)a + (float)b;
+      exact_once += (float)c;
+      if (isnan(exact_once)) {
+        CHECK(isnan(half_value(dtype, once[i])));
+        continue;
+      }
+      CHECK_EQ(once[i], half_nearest(dtype, (double)exact_once));
+      float step = (float)half_value(dtype, half_nearest(dtype, (double)((float)a + (float)b)));
+      step += (float)c;
+      if (!isnan(step)) CHECK_EQ(each[i], half_nearest(dtype, (double)step));
+      differ += once[i] != each[i];
+    }
+    CHECK(differ > COUNT / 100); /* the two ways are two ways */
+  }
+}
+
+static void test_sums_of_floats_are_in_the_order_of_ranks(void) {
+  enum { COUNT = 1000, RANKS = 4 };
+  static float in[RANKS][COUNT], out[COUNT];
+  static double wide[RANKS][COUNT], wide_out[COUNT];
+  uint64_t state = 11;
+  uint32_t order_matters = 0;
+  for (uint32_t i = 0; i < COUNT; i++)
+    for (uint32_t r = 0; r < RANKS; r++)
+      wide[r][i] = in[r][i] = (float)(int32_t)check_random(&state) * (r % 2 ? 1e-3f : 1);
+  const void *from[] = { in[0], in[1], in[2], in[3] }, *from_wide[] = { wide[0], wide[1], wide[2], wide[3] };
+  gmi_reduce(GEMINI_DTYPE_F32, GMI_REDUCE_SUM, RANKS, from, out, COUNT);
+  gmi_reduce(GEMINI_DTYPE_F64, GMI_REDUCE_SUM, RANKS, from_wide, wide_out, COUNT);
+  for (uint32_t i = 0; i < COUNT; i++) {
+    float sum = in[0][i] + in[1][i], other = in[3][i] + in[2][i];
+    sum += in[2][i], other += in[1][i];
+    sum += in[3][i], other += in[0][i];
+    CHECK(out[i] == sum);
+    CHECK(wide_out[i] == wide[0][i] + wide[1][i] + wide[2][i] + wide[3][i]);
+    order_matters += sum != other;
+  }
+  CHECK(order_matters > 0);
+  in[1][0] = NAN, in[2][1] = INFINITY;
+  gmi_reduce(GEMINI_DTYPE_F32, GMI_REDUCE_MAX, RANKS, from, in[0], COUNT); /* in place */
+  CHECK(isnan(in[0][0]) && isinf(in[0][1]));
+  for (uint32_t i = 2; i < COUNT; i++) CHECK(in[0][i] >= in[1][i] && in[0][i] >= in[2][i] && in[0][i] >= in[3][i]);
+}
+
+/* ---- collectives. Byte i of the slice of a rank in round n. */
+static uint8_t pattern(uint32_t rank, uint64_t i, uint32_t n) {
+  return (uint8_t)(i * 7 + rank * 101 + n * 13 + i / 251);
+}
+
+static void gathers(gmi_comm_t *c, void *user) { /* user: not NULL: collectives only */
+  const uint64_t sizes[] = { 0, 1, 3, 4096, 262144, 262145, 1000003 };
+  uint8_t *all = malloc(c->ranks * sizes[6]), *mine = malloc(sizes[6]);
+  for (uint32_t n = 0; n < 3 * 7; n++) {
+    uint64_t size = sizes[n % 7];
+    for (uint64_t i = 0; i < size; i++) all[c->rank * size + i] = mine[i] = pattern(c->rank, i, n);
+    if (n % 2 || user) {
+      CHECK_EQ(c->ops->all_gather(c->self, all, size, NULL, "a"), GEMINI_OK);
+    } else {
+      memset(all, 0, c->ranks * size);
+      CHECK_EQ(c->ops->exchange(c->self, mine, size, all, "e"), GEMINI_OK);
+    }
+    for (uint32_t r = 0; r < c->ranks; r++)
+      for (uint64_t i = 0; i < size; i++) CHECK_EQ(all[r * size + i], pattern(r, i, n));
+  }
+  free(all);
+  free(mine);
+}
+static void test_gathers_and_exchanges(void) {
+  comm_world_threads(1, gathers, NULL); /* the first thread of a process may bring one of a sanitizer's */
+  process_t before = process_now();
+  for (uint32_t ranks = 2; ranks <= 4; ranks++) comm_world_threads(ranks, gathers, NULL);
+  process_check(before);
+}
+
+static void reductions(gmi_comm_t *c, void *user) {
+  (void)user;
+  enum { MOST = 70001 };
+  const uint64_t counts[] = { 0, 1, 5, 16384, MOST };
+  float *values = malloc(c->ranks * MOST * sizeof *values), *in = malloc(MOST * sizeof *in);
+  const void *from[COMM_WORLD_RANKS];
+  float *ranks_in[COMM_WORLD_RANKS], *expected = malloc(MOST * sizeof *expected);
+  for (uint32_t r = 0; r < c->ranks; r++) from[r] = ranks_in[r] = malloc(c->ranks * MOST * sizeof(float));
+  for (uint32_t n = 0; n < 10; n++) {
+    uint64_t count = counts[n % 5], state = n + 1;
+    gmi_reduce_t how = n % 3 == 2 ? GMI_REDUCE_MAX : GMI_REDUCE_SUM;
+    for (uint32_t r = 0; r < c->ranks; r++)
+      for (uint64_t i = 0; i < c->ranks * count; i++)
+        ranks_in[r][i] = (float)(int32_t)(check_random(&state) >> 32) * (i % 2 ? 1e-4f : 1);
+    memcpy(values, ranks_in[c->rank], c->ranks * count * sizeof *values);
+    CHECK_EQ(c->ops->reduce_scatter(c->self, values, count, GEMINI_DTYPE_F32, how, NULL, "r"), GEMINI_OK);
+    const void *slices[COMM_WORLD_RANKS];
+    for (uint32_t r = 0; r < c->ranks; r++) slices[r] = ranks_in[r] + c->rank * count;
+    gmi_reduce(GEMINI_DTYPE_F32, how, c->ranks, slices, expected, count);
+    CHECK(!memcmp(values + c->rank * count, expected, count * sizeof *values));
+    memcpy(in, ranks_in[c->rank], count * sizeof *in);
+    CHECK_EQ(c->ops->all_reduce(c->self, in, count, GEMINI_DTYPE_F32, how, NULL, "r"), GEMINI_OK);
+    gmi_reduce(GEMINI_DTYPE_F32, how, c->ranks, from, expected, count);
+    CHECK(!memcmp(in, expected, count * sizeof *in));
+  }
+  for (uint32_t r = 0; r < c->ranks; r++) free(ranks_in[r]);
+  free(values);
+  free(in);
+  free(expected);
+}
+static void test_reductions(void) {
+  for (uint32_t ranks = 1; ranks <= 4; ranks++) comm_world_threads(ranks, reductions, NULL);
+}
+
+/* A host thread exchanges while another one gathers: their calls are numbered apart. */
+static void *exchange_often(void *user) {
+  gmi_comm_t *c = user;
+  uint32_t all[COMM_WORLD_RANKS];
+  for (uint32_t n = 0; n < 300; n++) {
+    uint32_t mine = n * 10 + c->rank;
+    CHECK_EQ(c->ops->exchange(c->self, &mine, sizeof mine, all, NULL), GEMINI_OK);
+    for (uint32_t r = 0; r < c->ranks; r++) CHECK_EQ(all[r], n * 10 + r);
+  }
+  return NULL;
+}
+static void both_ways(gmi_comm_t *c, void *user) {
+  (void)user;
+  pthread_t thread;
+  CHECK(!pthread_create(&thread, NULL, exchange_often, c));
+  gathers(c, c);
+  CHECK(!pthread_join(thread, NULL));
+}
+static void test_exchanges_beside_collectives(void) { comm_world_threads(3, both_ways, NULL); }
+
+/* ---- ranks that differ */
+typedef struct {
+  int what; /* in what rank 1 differs */
+} differ_t;
+static void differ(gmi_comm_t *c, void *user) {
+  float data[64] = { 0 };
+  int what = c->rank == 1 ? ((differ_t *)user)->what : -1;
+  gemini_status_t status = c->ops->all_gather(c->self, data, 16, NULL, "op 1, chunk 4");
+  CHECK_EQ(status, GEMINI_OK);
+  if (what == 0) status = c->ops->all_gather(c->self, data, 16, NULL, "op 2, chunk 6");
+  else if (what == 1) status = c->ops->all_gather(c->self, data, 20, NULL, "op 2, chunk 5");
+  else if (what == 2) status = c->ops->reduce_scatter(c->self, data, 4, GEMINI_DTYPE_F32, 0, NULL, "op 2, chunk 5");
+  else status = c->ops->all_gather(c->self, data, 16, NULL, "op 2, chunk 5");
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  const char *text = gmi_fail_message();
+  CHECK_SAYS(text, "ranks differ: rank ");
+  CHECK_SAYS(text, "all-gather of 16 bytes for op 2, chunk 5 (call 2)");
+  CHECK_SAYS(text, ((differ_t *)user)->what == 0 ? "rank 1 calls all-gather of 16 bytes for op 2, chunk 6 (call 2)"
+                   : ((differ_t *)user)->what == 1
+                       ? "rank 1 calls all-gather of 20 bytes for op 2, chunk 5 (call 2)"
+                       : "rank 1 calls reduce-scatter of 16 bytes for op 2, chunk 5 (call 2)");
+  CHECK_EQ(c->ops->poll(c->self), GEMINI_ERR_PEER);
+  uint32_t mine = 0, all[COMM_WORLD_RANKS];
+  CHECK_EQ(c->ops->exchange(c->self, &mine, 4, all, NULL), GEMINI_ERR_PEER);
+}
+static void test_calls_that_differ_name_both_sides(void) {
+  for (differ_t d = { 0 }; d.what < 3; d.what++) {
+    comm_world_threads(2, differ, &d);
+    comm_world_threads(4, differ, &d);
+  }
+}
+
+static void stays_away(gmi_comm_t *c, void *user) {
+  uint8_t all[COMM_WORLD_RANKS * 8] = { 0 };
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "first"), GEMINI_OK);
+  if (c->rank != 2) CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "second"), GEMINI_ERR_PEER);
+  else
+    while (!c->ops->poll(c->self)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  CHECK_EQ(c->ops->poll(c->self), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(),
+             "s for rank 2 in all-gather of 8 bytes for second (call 2); the latest call of rank 2 is "
+             "all-gather of 8 bytes for first (call 1)");
+  (void)user;
+}
+static void expect_children(const pid_t *pids, uint32_t ranks) {
+  for (uint32_t r = 1; r < ranks; r++) fork_expect_end(pids[r]);
+}
+static void test_a_rank_that_stays_away_is_named_at_the_deadline(void) {
+  pid_t pids[3];
+  comm_world_processes(3, 3 * UINT64_C(1000000000), stays_away, NULL, pids);
+  expect_children(pids, 3);
+}
+
+static void leaves(gmi_comm_t *c, void *user) {
+  uint8_t all[COMM_WORLD_RANKS * 8] = { 0 };
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "first"), GEMINI_OK);
+  if (c->rank == 1) return;
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "second"), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 1 has left the group");
+  (void)user;
+}
+static void gives_up(gmi_comm_t *c, void *user) {
+  uint8_t all[COMM_WORLD_RANKS * 8] = { 0 };
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "first"), GEMINI_OK);
+  if (c->rank == 1) c->ops->abort(c->self, "its disk is full");
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "second"), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 1 gave up: its disk is full");
+  (void)user;
+}
+static void test_ranks_that_leave_or_give_up_are_named(void) {
+  comm_world_threads(3, leaves, NULL);
+  comm_world_threads(3, gives_up, NULL);
+}
+
+/* ---- ranks that are killed. The victim works until it is killed; the others must fail, and name it. */
+typedef struct {
+  int what;
+  uint32_t victim;
+  _Atomic uint32_t *calls; /* that the victim has done; shared by all processes */
+  pid_t *pids;             /* of all ranks; shared by all processes */
+} killed_t;
+static void work_until_killed(gmi_comm_t *c, void *user) {
+  killed_t *k = user;
+  enum { BYTES = 600000 };
+  uint8_t *data = calloc(c->ranks, BYTES);
+  k->pids[c->rank] = getpid();
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t n = 0; !status; n++) {
+    if (k->what == 0) status = c->ops->all_gather(c->self, data, BYTES, NULL, "a");
+    else if (k->what == 1) status = c->ops->reduce_scatter(c->self, data, BYTES / 4, GEMINI_DTYPE_F32, 0, NULL, "r");
+    else if (k->what == 2) status = c->ops->all_reduce(c->self, data, BYTES / 2, GEMINI_DTYPE_BF16, 0, NULL, "r");
+    else status = c->ops->exchange(c->self, data, 8, data + 8, "e");
+    if (c->rank == k->victim) atomic_fetch_add(k->calls, 1);
+  }
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  char expected[64];
+  snprintf(expected, sizeof expected, "rank %u (process %d) has ended", k->victim, k->pids[k->victim]);
+  CHECK_SAYS(gmi_fail_message(), expected);
+  free(data);
+}
+static void test_a_killed_rank_is_named_by_all_others(void) {
+  process_t before = process_now();
+  void *shared = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(shared != MAP_FAILED);
+  for (int what = 0; what < 4; what++) {
+    killed_t k = { what, 2, shared, (pid_t *)shared + 16 };
+    memset(shared, 0, 4096);
+    pid_t pids[4], killer;
+    if (!(killer = fork_child())) { /* kills the victim after some calls, in the middle of one */
+      while (atomic_load(k.calls) < 5) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+      nanosleep(&(struct timespec){ 0, 100000 * (what + 1) }, NULL);
+      kill(k.pids[k.victim], SIGKILL);
+      _exit(0);
+    }
+    comm_world_processes(4, COMM_WORLD_DEADLINE_NS, work_until_killed, &k, pids);
+    fork_expect_end(killer);
+    for (uint32_t r = 1; r < 4; r++) {
+      int end;
+      CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
+      if (r == k.victim) CHECK(WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL);
+      else CHECK_EQ(end, 0);
+    }
+  }
+  munmap(shared, 4096);
+  process_check(before);
+}
+
+/* ---- joining */
+static void test_ids_and_ranks_that_do_not_fit_are_refused(void) {
+  process_t before = process_now();
+  gmi_comm_id_t id, other = { { 0 } };
+  gmi_comm_t comm = { 0 };
+  CHECK_EQ(gmi_comm_shared_id(0, &id), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_id(1025, &id), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "ranks is 1025, must be 1 to 1024");
+  CHECK_EQ(gmi_comm_shared_join(&other, &(gmi_comm_config_t){ 0, 1, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "not one of a group");
+  id = comm_world_id(2);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "ranks is 3, the id is of a group of 2");
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 2, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "rank is 2, must be below ranks, 2");
+  uint64_t begin = (uint64_t)time(NULL);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 2, 50000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 0 waited 0.05 s for ranks to join: of 2 ranks these are missing: 1");
+  CHECK((uint64_t)time(NULL) - begin < 60);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "or its rank 0 has joined already");
+  CHECK(!comm.ops);
+  process_check(before);
+}
+
+typedef struct {
+  gmi_comm_id_t id;
+  _Atomic int refused, joined;
+} twice_t;
+static void *join_as_1(void *user) {
+  twice_t *t = user;
+  gmi_comm_t comm = { 0 };
+  gemini_status_t status = gmi_comm_shared_join(&t->id, &(gmi_comm_config_t){ 1, 2, COMM_WORLD_DEADLINE_NS }, &comm);
+  if (status == GEMINI_ERR_EXISTS) {
+    CHECK_SAYS(gmi_fail_message(), "rank 1 has joined already, in process ");
+    t->refused++;
+    return NULL;
+  }
+  CHECK_EQ(status, GEMINI_OK);
+  comm.ops->close(comm.self);
+  t->joined++;
+  return NULL;
+}
+static void test_a_rank_joins_once(void) {
+  twice_t t = { .id = comm_world_id(2) };
+  pthread_t threads[2];
+  for (int i = 0; i < 2; i++) CHECK(!pthread_create(&threads[i], NULL, join_as_1, &t));
+  while (!t.refused) nanosleep(&(struct timespec){ 0, 1000000 }, NULL); /* the other one waits for rank 0 */
+  gmi_comm_t comm = { 0 };
+  CHECK_EQ(gmi_comm_shared_join(&t.id, &(gmi_comm_config_t){ 0, 2, COMM_WORLD_DEADLINE_NS }, &comm), GEMINI_OK);
+  for (int i = 0; i < 2; i++) CHECK(!pthread_join(threads[i], NULL));
+  CHECK_EQ(t.refused, 1);
+  CHECK_EQ(t.joined, 1);
+  comm.ops->close(comm.self);
+}
+
+static void test_a_rank_killed_before_all_have_joined_is_named(void) {
+  process_t before = process_now();
+  gmi_comm_id_t id = comm_world_id(3);
+  gmi_comm_t comm = { 0 };
+  pid_t child = fork_child();
+  if (!child) {
+    (void)gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 3, COMM_WORLD_DEADLINE_NS }, &comm);
+    _exit(1);
+  }
+  nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
+  kill(child, SIGKILL);
+  int end;
+  CHECK_EQ(waitpid(child, &end, 0), child);
+  /* It was killed before or after it joined: it is missing, or it has ended. */
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK(strstr(gmi_fail_message(), "rank 1 (process ") || strstr(gmi_fail_message(), "are missing: 1, 2"));
+  process_check(before);
+}
+
+static void test_the_id_of_a_process_that_has_ended(void) {
+  int ends[2];
+  gmi_comm_id_t id;
+  CHECK(!pipe(ends));
+  pid_t child = fork_child();
+  if (!child) {
+    id = comm_world_id(2);
+    CHECK_EQ(write(ends[1], &id, sizeof id), sizeof id);
+    _exit(0);
+  }
+  fork_expect_end(child);
+  CHECK_EQ(read(ends[0], &id, sizeof id), sizeof id);
+  close(ends[0]);
+  close(ends[1]);
+  gmi_comm_t comm = { 0 };
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "which made the id, has ended");
+}
+
+/* Most machines that build the library have no NCCL. */
+static void test_without_nccl_its_communicators_are_refused(void) {
+  void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+  gmi_comm_id_t id;
+  if (library) return;
+  CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_ERR_UNSUPPORTED);
+  CHECK_SAYS(gmi_fail_message(), "no NCCL on this machine: libnccl.so.2");
+}
+
+int main(void) {
+  RUN(test_one_value_stays_what_it_is);
+  RUN(test_sums_of_halves_are_rounded_to_nearest);
+  RUN(test_sums_of_floats_are_in_the_order_of_ranks);
+  RUN(test_gathers_and_exchanges);
+  RUN(test_reductions);
+  RUN(test_exchanges_beside_collectives);
+  RUN(test_calls_that_differ_name_both_sides);
+  RUN(test_a_rank_that_stays_away_is_named_at_the_deadline);
+  RUN(test_ranks_that_leave_or_give_up_are_named);
+  RUN(test_a_killed_rank_is_named_by_all_others);
+  RUN(test_ids_and_ranks_that_do_not_fit_are_refused);
+  RUN(test_a_rank_joins_once);
+  RUN(test_a_rank_killed_before_all_have_joined_is_named);
+  RUN(test_the_id_of_a_process_that_has_ended);
+  RUN(test_without_nccl_its_communicators_are_refused);
+  return check_done();
+}

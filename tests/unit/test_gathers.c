@@ -1,0 +1,152 @@
+/* Plans of gathers (policy/gathers.c), replayed. SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+
+#include "check.h"
+#include "policy/policy.h"
+#include "seed.h"
+
+enum { OPS_MOST = 60, CHUNKS_MOST = 24 };
+
+typedef struct {
+  gmi_gather_input_t in;
+  uint32_t first[OPS_MOST + 1], uses[OPS_MOST * CHUNKS_MOST];
+  uint32_t most; /* chunks of one op */
+} program_t;
+
+static void add_op(program_t *p, const uint32_t *chunks, uint32_t count) {
+  uint32_t at = p->first[p->in.op_count];
+  for (uint32_t i = 0; i < count; i++) p->uses[at + i] = chunks[i];
+  p->first[++p->in.op_count] = at + count;
+  if (count > p->most) p->most = count;
+}
+/* Programs are copied, so the input that points into one is made when it is needed. */
+static gmi_gather_input_t input_of(const program_t *p) {
+  gmi_gather_input_t in = p->in;
+  in.use_first = p->first;
+  in.uses = p->uses;
+  return in;
+}
+
+/* Carries the plan out. Returns the number of gathers; *ahead_out: those of them that come before their op. */
+static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32_t *ahead_out) {
+  bool gathered[CHUNKS_MOST] = { false };
+  uint32_t have = 0, gathers = 0;
+  *ahead_out = 0;
+  for (uint32_t op = 0; op < p->in.op_count; op++) {
+    for (uint32_t e = plan->event_first[op]; e < plan->event_first[op + 1]; e++) {
+      uint32_t chunk = plan->events[e].chunk;
+      bool used = false;
+      for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) used |= p->uses[k] == chunk;
+      CHECK(chunk < p->in.chunk_count);
+      CHECK_EQ(gathered[chunk], plan->events[e].leaves); /* none comes or goes twice */
+      CHECK(!(plan->events[e].leaves && used));
+      gathered[chunk] = !plan->events[e].leaves;
+      have += gathered[chunk] ? 1 : -1u;
+      gathers += gathered[chunk];
+      *ahead_out += gathered[chunk] && !used;
+      CHECK(have <= p->in.frames);
+    }
+    for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) CHECK(gathered[p->uses[k]]);
+  }
+  return gathers;
+}
+
+static uint32_t plan_and_replay(const program_t *p, uint32_t *ahead_out) {
+  gmi_gather_plan_t plan, again;
+  const gmi_gather_input_t in = input_of(p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  CHECK_EQ(gmi_gather_plan_make(&in, &again), GEMINI_OK);
+  uint32_t events = plan.event_first[p->in.op_count], gathers = replay(p, &plan, ahead_out);
+  CHECK_EQ(again.event_first[p->in.op_count], events);
+  for (uint32_t e = 0; e < events; e++)
+    CHECK(again.events[e].chunk == plan.events[e].chunk && again.events[e].leaves == plan.events[e].leaves);
+  gmi_gather_plan_free(&plan);
+  gmi_gather_plan_free(&again);
+  CHECK(!plan.events && !plan.event_first);
+  return gathers;
+}
+
+/* Forward and backward over eight chunks, one for each operator. */
+static program_t there_and_back(uint32_t frames) {
+  program_t p = { .in = { .chunk_count = 8, .frames = frames } };
+  for (uint32_t c = 0; c < 8; c++) add_op(&p, &c, 1);
+  for (uint32_t c = 8; c-- > 0;) add_op(&p, &c, 1);
+  return p;
+}
+
+static void test_everything_is_gathered_once_if_it_fits(void) {
+  program_t p = there_and_back(8);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 7); /* all but the first, at the first operator */
+}
+
+/* With three frames: eight gathers forward; backward the last three are still there. */
+static void test_what_is_needed_soonest_stays(void) {
+  program_t p = there_and_back(3);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 5);
+  CHECK_EQ(ahead, 8 + 5 - 1);
+}
+
+static void test_one_frame_is_enough_for_one_chunk_at_a_time(void) {
+  program_t p = there_and_back(1);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 7);
+  CHECK_EQ(ahead, 0);
+}
+
+static void test_an_operator_with_more_chunks_than_frames_has_no_plan(void) {
+  program_t p = there_and_back(2);
+  const uint32_t three[] = { 1, 2, 3 };
+  add_op(&p, three, 3);
+  gmi_gather_plan_t plan;
+  const gmi_gather_input_t in = input_of(&p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_ERR_OOM_DEVICE);
+  p.in.frames = 3;
+  uint32_t ahead;
+  CHECK(plan_and_replay(&p, &ahead) >= 8);
+}
+
+static void test_operators_that_gather_nothing_are_fine(void) {
+  program_t p = { .in = { .chunk_count = 2, .frames = 1 } };
+  const uint32_t one = 1;
+  uint32_t ahead;
+  add_op(&p, NULL, 0);
+  CHECK_EQ(plan_and_replay(&p, &ahead), 0);
+  add_op(&p, &one, 1);
+  add_op(&p, NULL, 0);
+  CHECK_EQ(plan_and_replay(&p, &ahead), 1);
+  CHECK_EQ(ahead, 1);
+}
+
+static void test_random_programs_keep_the_rules(void) {
+  uint64_t seed = seed_begin(__func__);
+  for (uint32_t n = 0; n < 2000; n++, seed++) {
+    uint64_t state = seed;
+    program_t p = { .in = { .chunk_count = 1 + (uint32_t)(check_random(&state) >> 33) % CHUNKS_MOST } };
+    uint32_t ops = (uint32_t)(check_random(&state) >> 33) % OPS_MOST, demand = 0;
+    for (uint32_t op = 0; op < ops; op++) {
+      uint32_t chunks[CHUNKS_MOST], count = 0, wanted = (uint32_t)(check_random(&state) >> 33) % 5;
+      for (uint32_t c = 0; c < p.in.chunk_count; c++)
+        if ((check_random(&state) >> 33) % p.in.chunk_count < wanted) chunks[count++] = c;
+      add_op(&p, chunks, count);
+      demand += count;
+    }
+    if (!ops) continue;
+    p.in.frames = p.most + (uint32_t)(check_random(&state) >> 33) % (p.in.chunk_count + 1);
+    uint32_t ahead, gathers = plan_and_replay(&p, &ahead);
+    if (gathers > demand) seed_print(seed);
+    CHECK(gathers <= demand); /* never more than if each operator gathered all that it uses */
+  }
+}
+
+int main(void) {
+  RUN(test_everything_is_gathered_once_if_it_fits);
+  RUN(test_what_is_needed_soonest_stays);
+  RUN(test_one_frame_is_enough_for_one_chunk_at_a_time);
+  RUN(test_an_operator_with_more_chunks_than_frames_has_no_plan);
+  RUN(test_operators_that_gather_nothing_are_fine);
+  RUN(test_random_programs_keep_the_rules);
+  return check_done();
+}
