@@ -31,14 +31,14 @@ typedef struct meeting { /* of one collective, of all ranks */
   uint32_t arrived;
   const void *from[RANKS];
   void *to[RANKS];
-  bool done;
+  bool done, left; /* left: the kernel of one of the ranks was aborted */
 } meeting_t;
 typedef struct message {
   struct message *next;
   const void *from;
   void *to;
   uint64_t sent, received; /* bytes */
-  bool has_from, has_to, done;
+  bool has_from, has_to, done, left; /* left: the kernel of one of the two was aborted */
 } message_t;
 typedef struct group {
   struct group *next;
@@ -196,7 +196,7 @@ static void arrive_meeting(struct nccl_comm *comm, op_t *op) {
   m->from[comm->rank] = op->from;
   m->to[comm->rank] = op->to;
   op->meeting = m;
-  if (++m->arrived == (uint32_t)g->ranks) meet_all(m, g->ranks);
+  if (++m->arrived == (uint32_t)g->ranks && !m->left) meet_all(m, g->ranks);
 }
 static void arrive_message(struct nccl_comm *comm, op_t *op) {
   bool sends = op->kind == SEND;
@@ -207,10 +207,17 @@ static void arrive_message(struct nccl_comm *comm, op_t *op) {
   if (sends) m->from = op->from, m->sent = op->count, m->has_from = true;
   else m->to = op->to, m->received = op->count, m->has_to = true;
   op->message = m;
-  if (!m->has_from || !m->has_to) return;
+  if (!m->has_from || !m->has_to || m->left) return;
   if (m->sent != m->received) violation("ncclRecv", "the peer sends another number of bytes");
   else memcpy(m->to, m->from, m->sent);
   m->done = true;
+}
+/* An aborted kernel ends before its peers have come: none of them touches its memory from here on. */
+static void leave(kernel_t *k) {
+  for (uint32_t i = 0; i < k->count; i++) {
+    if (k->ops[i].meeting) k->ops[i].meeting->left = true;
+    if (k->ops[i].message) k->ops[i].message->left = true;
+  }
 }
 static bool kernel_step(void *user) {
   kernel_t *k = user;
@@ -231,6 +238,7 @@ static bool kernel_step(void *user) {
     done = k->ops[i].meeting ? k->ops[i].meeting->done : k->ops[i].message && k->ops[i].message->done;
   done = (done && !fake_nccl.kernels_hang) || k->comm->aborted;
   done = done && !fake_nccl.kernels_stay;
+  if (done && k->comm->aborted) leave(k);
   k->comm->kernels_run += done;
   pthread_mutex_unlock(&lock);
   return done;
