@@ -37,7 +37,7 @@ typedef struct message {
   struct message *next;
   const void *from;
   void *to;
-  uint64_t sent, received; /* bytes */
+  uint64_t sent, received;           /* bytes */
   bool has_from, has_to, done, left; /* left: the kernel of one of the two was aborted */
 } message_t;
 typedef struct group {
@@ -189,7 +189,9 @@ static void arrive_meeting(struct nccl_comm *comm, op_t *op) {
   group_t *g = comm->group;
   meeting_t *m = &g->meetings[comm->number % SLOTS];
   if (m->number != comm->number + 1)
-    *m = (meeting_t){ op->kind, op->type, op->peer, comm->number + 1, op->count, 0, { 0 }, { 0 }, 0 };
+    *m = (meeting_t){
+      .kind = op->kind, .type = op->type, .root = op->peer, .number = comm->number + 1, .count = op->count
+    };
   if (m->kind != op->kind || m->type != op->type || m->root != op->peer || m->count != op->count)
     violation("a collective", "ranks call different ones");
   comm->number++;
