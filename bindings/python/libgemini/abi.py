@@ -59,6 +59,7 @@ READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
 UPDATE_LATE = 1
 TRANSPORT_SHARED = 0
+TRANSPORT_NCCL = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")

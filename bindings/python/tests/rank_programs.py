@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed
@@ -17,7 +18,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import tensorfile
+from libgemini.torch import checkpoint, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 
@@ -213,6 +214,24 @@ def loading(*, folder, model, count):
         return {**steps(made, optimizer, model, **share(ranks, rank), count=count), "state": loaded, "extra": extra}
 
 
+def alone_for_long(*, folder):
+    """One rank after the other works alone for longer than the deadline: before prepare() and save(), and in load()."""
+    rank, count = rank_and_count()
+    alone, verify = 6.0, checkpoint.Folder.verify
+    with session(deadline=5.0):
+        time.sleep(alone if rank == 0 else 0.0)
+        made = build("branches")
+        made, optimizer = gm.prepare(made, adamw(made))
+        time.sleep(alone if rank == 1 else 0.0)
+        gm.save(folder, made, optimizer)
+        checkpoint.Folder.verify = lambda *arguments: (time.sleep(alone), verify(*arguments))
+        try:
+            gm.load(folder, made, optimizer)
+        finally:
+            checkpoint.Folder.verify = verify
+        return {"state": state(made, optimizer)}
+
+
 def example(*, code, folder):
     """Runs a trainer's example, with a budget for this machine in the place of the example's."""
     os.chdir(folder)
@@ -229,6 +248,26 @@ def example(*, code, folder):
     finally:
         gm.init = init
         gm.close()
+
+
+def left_out():
+    """Steps on one batch, of an optimizer that changes nothing and lacks one parameter, which has an arena of its own.
+
+    Returns the norms over all parameters.
+    """
+    rank, count = rank_and_count()
+    with session():
+        made, norms = build("branches"), []
+        optimizer = adamw(made, lr=0.0, weight_decay=0.0)
+        made.gain = nn.Parameter(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+        made.first.register_forward_hook(lambda _module, _inputs, x: x * made.gain.float())
+        made, optimizer = gm.prepare(made, optimizer)
+        for _ in range(4):
+            made(**rows("branches", 0, **share(count, rank)))["loss"].backward()
+            norms.append([float(nn.utils.clip_grad_norm_(some, 1e9)) for some in (made.parameters(), [made.gain])])
+            optimizer.step()
+            made.zero_grad()
+        return {"norms": norms}
 
 
 def another_model():
@@ -277,6 +316,9 @@ def refusals():
     refused("zero", lambda: gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", zero=4))
     with session():
         made = build("gpt2")
+        made.transformer.wpe.weight.grad = torch.ones_like(made.transformer.wpe.weight)
+        refused("gradient before", lambda: gm.prepare(made, adamw(made)))
+        made.zero_grad()
         refused("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), 0.1)))
         refused("amsgrad", lambda: gm.prepare(made, adamw(made, amsgrad=True)))
         refused("early", lambda: gm.prepare(made, adamw(made), step_in_backward=True))

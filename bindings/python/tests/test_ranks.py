@@ -101,6 +101,7 @@ OTHERS = {
     "saving": ("saving", {}),
     "another model": ("another_model", {}),
     "refusals": ("refusals", {}),
+    "left out": ("left_out", {}),
 }
 
 
@@ -111,6 +112,7 @@ def outcomes(tmp_path_factory):
     for ranks, cases in (2, {**CASES, **OTHERS}), (4, {name: CASES[name] for name in LARGER}):
         folder = tmp_path_factory.mktemp("ranks")
         if "saving" in cases:
+            cases["alone for long"] = "alone_for_long", {"folder": str(folder / "alone")}
             cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
         by_rank = run(folder, ranks, "several", cases=list(cases.values()))
         out.update({(ranks, name): outcome for name, *outcome in zip(cases, *by_rank)})
@@ -252,6 +254,7 @@ def test_what_is_refused(outcomes):
         "sgd": "SGD",
         "amsgrad": "AdamW",
         "early": "step_in_backward is not supported",
+        "gradient before": "parameter transformer.wpe.weight has a gradient from before prepare()",
         "second": "a second optimizer",
         "read": "transformer.wte.weight.grad: a gradient is divided among the ranks",
         "write": "transformer.wte.weight.grad: a gradient is divided among the ranks",
@@ -262,6 +265,19 @@ def test_what_is_refused(outcomes):
         assert outcome.keys() == wanted.keys()
         for name, text in wanted.items():
             assert text in outcome[name], outcome[name]
+
+
+def test_a_parameter_that_no_optimizer_has(outcomes):
+    """Its gradient does not add up over steps, though no update of its arena takes it."""
+    for outcome in good(outcomes[2, "left out"]):
+        assert outcome["norms"] == [outcome["norms"][0]] * 4
+        assert all(outcome["norms"][0])
+
+
+def test_a_rank_may_work_alone_for_longer_than_the_deadline(outcomes):
+    first, second = good(outcomes[2, "alone for long"])
+    assert first["state"].keys() == second["state"].keys()
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
 
 
 def test_the_example_of_the_page(tmp_path):

@@ -458,6 +458,8 @@ class Record:
     # ---- gradients that were assigned
     def note_given(self):
         """Notes that the gradient is a tensor that the user assigned."""
+        if self.session.ranks:  # which would add nobody's
+            self.session.ranks.refuse_gradient(self.param, self.name)
         self.given = True
         self.session.given[self] = None
 
@@ -731,6 +733,8 @@ class Model:
                 raise GeminiError(
                     f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()"
                 )
+            if session.ranks:
+                session.ranks.refuse_gradient(param, name)
         params = dict(module.named_parameters())
         self.refuse_aliases(params)
         views = self.buffers_over(params)
@@ -749,6 +753,7 @@ class Model:
         self.move_buffers(session.device)
         session.holds.uses.clear()  # cached uses have the old names
         if session.ranks:
+            session.ranks.meet()  # some take longer to move the model in
             session.ranks.check_model(self.records)
             session.ranks.share_buffers(module)
         make_units(session, module)
