@@ -19,6 +19,8 @@ enum {
   GMI_V1_STATS = 152,
   GMI_V1_TIER_STATS = 32,
   GMI_V1_LINK_STATS = 48,
+  /* gemini/address.h */
+  GMI_V1_LOCATION = 40,
   /* gemini/group.h */
   GMI_V1_GROUP_CONFIG = 48,
   GMI_V1_COMM = 72,

@@ -143,6 +143,15 @@ gemini_status_t gemini_error_set(const gemini_error_info_t *info) {
   return GEMINI_OK;
 }
 
+const char *gemini_error_text(void) {
+  static _Thread_local char text[sizeof last.message + sizeof last.operation + 96];
+  if (!last.status) return "no call has failed";
+  char code[48] = "";
+  if (last.native_code) snprintf(code, sizeof code, " (native code %lld)", (long long)last.native_code);
+  snprintf(text, sizeof text, "%s: %s: %s%s", last.operation, gemini_status_string(last.status), last.message, code);
+  return text;
+}
+
 gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   info.status = last.status;

@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include "gemini.h"
+#include "gemini/address.h"
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
@@ -201,6 +202,14 @@ OFFSET(gemini_group_stats_t, gathered_bytes, 24);
 OFFSET(gemini_group_stats_t, reduced_chunks, 32);
 OFFSET(gemini_group_stats_t, fetched_bytes, 40);
 OFFSET(gemini_group_stats_t, stored_bytes, 48);
+
+SIZE(gemini_location_t, 40);
+OFFSET(gemini_location_t, struct_size, 0);
+OFFSET(gemini_location_t, reserved, 4);
+OFFSET(gemini_location_t, arena, 8);
+OFFSET(gemini_location_t, arena_offset_bytes, 16);
+OFFSET(gemini_location_t, tensor, 24);
+OFFSET(gemini_location_t, tensor_offset_bytes, 32);
 
 SIZE(gemini_topology_object_t, 176);
 OFFSET(gemini_topology_object_t, struct_size, 0);
