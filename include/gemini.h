@@ -430,8 +430,10 @@ typedef struct gemini_arena_info_s {
   uint64_t capacity_bytes;
   uint64_t chunk_bytes; /* 0 before the size is chosen (the first access or iteration) */
   uint64_t tensor_count;
+  uint32_t element_bytes;
+  uint32_t reserved; /* 0 */
 } gemini_arena_info_t;
-#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, 0 }
+#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Says what an arena is; gemini_tier_bytes() says where its bytes are.
  *  @param info_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */
@@ -793,6 +795,12 @@ typedef struct gemini_update_span {
  *  threads' calls that look at chunks wait. In both, it may call gemini_last_error() and gemini_error_set().
  *  @param span  borrowed until return */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
+/** As gemini_update_fn, but it can fail: gemini_update_t.try_fn. A failure is final. The other spans of the update run
+ *  all the same; gemini_update(), gemini_update_wait() and gemini_manager_close() report the first failure from then
+ *  on, and no further update is accepted, as the bytes of the model are not what they should be.
+ *  @return GEMINI_OK or a negative status; any other value counts as GEMINI_ERR_INVALID. If the callback recorded a
+ *          failure with this status on its thread (gemini_error_set()), its message is reported, too */
+typedef gemini_status_t (*gemini_update_try_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
   GEMINI_UPDATE_LATE = 1 /* return at once; each chunk is updated before its next use */
@@ -807,10 +815,15 @@ typedef struct gemini_update_s {
   uint64_t first_element;
   uint64_t element_count; /* not 0; but 0 with first_element 0: all elements used so far */
   gemini_stream_t stream; /* the update comes after this stream's work queued so far */
-  gemini_update_fn fn;
-  void *user; /* borrowed until every span has run: gemini_update_wait() or a later use */
+  gemini_update_fn fn;    /* or NULL, and try_fn */
+  void *user;             /* borrowed until every span has run: gemini_update_wait() or a later use */
+  uint64_t user_bytes; /* not 0: the call copies so many bytes, at most 1 MiB, from user, which is borrowed until return
+                          only. All spans get the same copy, aligned to 16 bytes; it stays until their work, queued
+                          work included, is done. Spans run at once: what they write to it, they write as to any memory
+                          that threads share */
+  gemini_update_try_fn try_fn; /* or NULL, and fn */
 } gemini_update_t;
-#define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL }
+#define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL, 0, NULL }
 
 /** Runs fn on every part of several arenas of one layout, in the tier where its chunks are. A span is a part of the
  *  range within one chunk of the arena with the smallest elements, and on the host within one chunk of every arena.
@@ -832,7 +845,7 @@ typedef struct gemini_update_s {
  *           second gemini_update() would update twice
  *  @retval GEMINI_ERR_DEVICE  the device could not say what stream has queued so far; nothing changed. This,
  *           GEMINI_ERR_IO and GEMINI_ERR_FORMAT also say that an earlier update failed for good, as
- *           gemini_update_wait() tells: no other update is accepted
+ *           gemini_update_wait() tells: no other update is accepted. So does the status that a try_fn has returned
  *  After any other error, too, the update was not accepted and nothing changed. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
 /** Blocks until all updates submitted so far are done. If one cannot continue, the rest of it stays pending; the
@@ -841,6 +854,7 @@ GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_upda
  *           and gemini_manager_close() returns it, too: the bytes of the model are not what they should be
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an update's chunks could not be read from their file, or are damaged there
  *  @retval GEMINI_ERR_OOM_HOST, GEMINI_ERR_OOM_FILE  there is no room for an update's chunks
+ *  @retval other  what a gemini_update_try_fn has returned; the message names the elements
  *  What can be tried again stays pending and is tried again. What cannot stays pending, and gemini_manager_close()
  *  returns its failure, too. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_CHECK;

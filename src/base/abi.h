@@ -29,6 +29,7 @@ enum {
   GMI_V1_ADAMW = 72,
   GMI_V1_SGD = 64,
   GMI_V1_UPDATE_WALK = 552,
+  GMI_V1_UPDATE_ARENAS = 72,
   /* The largest size that a struct may ever have. A larger struct_size was never initialised by the caller. */
   GMI_STRUCT_BYTES_MAX = 4096
 };

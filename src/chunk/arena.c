@@ -573,6 +573,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.capacity_bytes = a->capacity_asked;
     info.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
     info.tensor_count = a->tensor_count;
+    info.element_bytes = a->element_bytes;
   }
   gmi_unlock(m);
   API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ARENA_INFO, "info_out") : GEMINI_ERR_HANDLE);

@@ -293,6 +293,7 @@ struct gmi_store;
 struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
+struct gmi_update_user;
 struct gmi_graph;
 struct gmi_group;
 
@@ -430,6 +431,7 @@ typedef struct gmi_manager {
     struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
     uint32_t stream;               /* the library's own stream for updates on the device */
     _Atomic gmi_fence_t end;       /* Atomic: behind the last span queued on that stream */
+    struct gmi_update_user *users; /* copies of the caller's data that updates may still use */
   } update;
 
   struct {

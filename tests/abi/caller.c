@@ -46,6 +46,9 @@ V1(gemini_link_stats_t, GMI_V1_LINK_STATS, 48);
 V1(gemini_adamw_t, GMI_V1_ADAMW, 72);
 V1(gemini_sgd_t, GMI_V1_SGD, 64);
 V1(gemini_update_walk_t, GMI_V1_UPDATE_WALK, 552);
+#if CALLER_GROWN
+V1(gemini_update_arenas_t, GMI_V1_UPDATE_ARENAS, 72);
+#endif
 
 /* ---- structs that end at the end of a page */
 static void *edge(size_t size) {
@@ -345,6 +348,13 @@ static gemini_status_t call_now(gemini_manager_t m, gemini_stream_t s, gemini_ca
   return GEMINI_OK;
 }
 
+#if CALLER_GROWN
+static gemini_status_t on_copy(void *user, const gemini_update_span_t *span) {
+  on_span(user, span);
+  return GEMINI_OK;
+}
+#endif
+
 static void use_updates(void) {
   const uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
   const gemini_arena_t arenas[] = { arena, like };
@@ -359,6 +369,26 @@ static void use_updates(void) {
   OK(gemini_update(mgr, u));
   OK(gemini_update_wait(mgr));
   CHECK(spans > 0);
+
+#if CALLER_GROWN
+  /* Fields and calls that have come since the headers were frozen. */
+  u->fn = NULL, u->try_fn = on_copy;
+  u->user_bytes = sizeof one;
+  OK(gemini_update(mgr, u));
+  OK(gemini_update_wait(mgr));
+  u->fn = on_span, u->try_fn = NULL;
+  u->user_bytes = 0;
+  gemini_update_arenas_t *whole = INPUT(gemini_update_arenas_t, GEMINI_UPDATE_ARENAS_INIT);
+  whole->master = arena, whole->grad = like, whole->momentum = whole->variance = NULL;
+  gemini_sgd_t *sgd = INPUT(gemini_sgd_t, GEMINI_SGD_INIT);
+  sgd->grad_dtype = GEMINI_DTYPE_F32;
+  gemini_adamw_t *adamw = INPUT(gemini_adamw_t, GEMINI_ADAMW_INIT);
+  OK(gemini_sgd_arenas(mgr, sgd, whole));
+  CHECK_EQ(gemini_adamw_arenas(mgr, adamw, whole), GEMINI_ERR_INVALID);
+  CHECK_SAYS(message(), "momentum is NULL");
+  NEW_FIELD(whole, "arenas", gemini_sgd_arenas(mgr, sgd, whole));
+  NEW_FIELD(sgd, "sgd", gemini_sgd_arenas(mgr, sgd, whole));
+#endif
 
   /* A table of rules, whose stride is the caller's. */
   gemini_sgd_t *sgds = edge(2 * sizeof *sgds);

@@ -145,6 +145,8 @@ class ArenaInfo(_Sized):
         ("capacity_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
         ("tensor_count", c_uint64),
+        ("element_bytes", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -227,6 +229,8 @@ class Update(_Sized):
         ("stream", c_uint64),
         ("fn", UpdateFn),
         ("user", c_void_p),
+        ("user_bytes", c_uint64),
+        ("try_fn", c_void_p),
     ]
 
 
@@ -390,6 +394,14 @@ class UpdateWalk(_Sized):
             ("native_code", c_int64),
             ("message", c_char * 440),
         ]
+    )
+
+
+class UpdateArenas(_Sized):
+    _fields_: typing.ClassVar[typing.Any] = (
+        [("struct_size", c_uint32), ("flags", c_uint32)]
+        + [(name, c_uint64) for name in ("param", "grad", "master", "momentum", "variance")]
+        + [(name, c_uint64) for name in ("first_element", "element_count", "stream")]
     )
 
 
