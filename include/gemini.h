@@ -205,6 +205,15 @@ GEMINI_API gemini_status_t gemini_last_error(gemini_error_info_t *info_out);
  *           then of this call
  *  Threads: any; each thread has its own record. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_error_set(const gemini_error_info_t *info);
+/** Returns the record of this thread's last failed call as one line of text: the function, the status in words, the
+ *  message and, where there is one, the native code. It tells of libgemini_update's failures, too, and never fails:
+ *
+ *      if (gemini_acquire(mgr, &use, 1, stream)) fprintf(stderr, "%s\n", gemini_error_text());
+ *
+ *  @return never NULL; "no call has failed" before the first failure. The text belongs to the thread and is valid until
+ *          the thread's next call of this function
+ *  Threads: any; each thread has its own record. Since: 0.1 */
+GEMINI_API const char *gemini_error_text(void);
 /** @} */
 
 /** @defgroup manager Managers
@@ -421,8 +430,10 @@ typedef struct gemini_arena_info_s {
   uint64_t capacity_bytes;
   uint64_t chunk_bytes; /* 0 before the size is chosen (the first access or iteration) */
   uint64_t tensor_count;
+  uint32_t element_bytes;
+  uint32_t reserved; /* 0 */
 } gemini_arena_info_t;
-#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, 0 }
+#define GEMINI_ARENA_INFO_INIT { sizeof(gemini_arena_info_t), 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Says what an arena is; gemini_tier_bytes() says where its bytes are.
  *  @param info_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */
@@ -436,6 +447,14 @@ GEMINI_API gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
                                              uint64_t *offset_out) GEMINI_MUST_CHECK;
+/** As gemini_arena_take(), for callers that keep pointers: they name bytes with gemini_address_access().
+ *  @param ptr_out  device address of the first byte, which never changes; a multiple of 256 elements behind the arena's
+ *           base. Not to be used before it is acquired. The same elements of an arena that follows this one are as far
+ *           behind that one's base (gemini_arena_info_t.base), in elements
+ *  @retval GEMINI_ERR_INVALID, GEMINI_ERR_UNSUPPORTED  as for gemini_arena_take(); nothing changed
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_arena_take_pointer(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
+                                                     void **ptr_out) GEMINI_MUST_CHECK;
 
 #define GEMINI_OFFSET_NEXT UINT64_MAX
 /** Registers a tensor.
@@ -535,7 +554,11 @@ GEMINI_API gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream)
     GEMINI_MUST_CHECK;
-/** Closes the operator. What was acquired in it may be released later. Since: 0.1 */
+/** Closes the operator. What was acquired in it may be released later; what gemini_op_begin_with() acquired is released
+ *  first, behind the work queued on the operator's stream so far.
+ *  @retval GEMINI_ERR_STATE  no operator is open; or the caller has released some of those ranges itself: the message
+ *           names one, and nothing changed
+ *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */
 
@@ -556,15 +579,15 @@ typedef union gemini_object {
   gemini_arena_t arena;
 } gemini_object_t;
 typedef struct gemini_access {
-  uint32_t struct_size; /* bytes; set by GEMINI_ACCESS_INIT and the functions below; in an array the same in all */
-  uint32_t mode;        /* GEMINI_READ, GEMINI_WRITE, GEMINI_READ_WRITE */
-  uint32_t tier;        /* where the bytes are wanted: GEMINI_TIER_DEVICE or GEMINI_TIER_HOST */
-  uint32_t reserved;    /* 0 */
-  gemini_object_t object;
-  uint64_t offset_bytes; /* in the object */
-  uint64_t size_bytes;   /* 0 with offset 0: the whole tensor, or all of the arena that is used at this call. If the
+  uint32_t struct_size;   /* bytes; set by GEMINI_ACCESS_INIT and the functions below; in an array the same in all */
+  uint32_t mode;          /* GEMINI_READ, GEMINI_WRITE, GEMINI_READ_WRITE */
+  uint32_t tier;          /* where the bytes are wanted: GEMINI_TIER_DEVICE or GEMINI_TIER_HOST */
+  uint32_t reserved;      /* 0 */
+  gemini_object_t object; /* NULL: an access by address (gemini_address_access()) */
+  uint64_t offset_bytes;  /* in the object; by address: the device address of the first byte */
+  uint64_t size_bytes;    /* 0 with offset 0: the whole tensor, or all of the arena that is used at this call. If the
                             arena has grown since an acquire, the release names the size at the acquire */
-  void *ptr;             /* out: first byte of the range, valid until release. A range's device address never changes;
+  void *ptr;              /* out: first byte of the range, valid until release. A range's device address never changes;
                             its host address may differ next time */
 } gemini_access_t;
 #define GEMINI_ACCESS_INIT { sizeof(gemini_access_t), 0, 0, 0, { NULL }, 0, 0, NULL }
@@ -584,6 +607,41 @@ static inline gemini_access_t gemini_arena_access(gemini_arena_t arena, uint64_t
   access.object.arena = arena;
   return access;
 }
+/** An access to bytes that the caller has a pointer to, otherwise as gemini_tensor_access(). It stands for the same
+ *  range of the arena that the bytes lie in, whatever tensors are there: every function takes it where it takes a range
+ *  of an arena. The range must not reach beyond what is used of the arena. Where gradients reuse the bytes of an arena,
+ *  an address does not say which of the two is meant, and the access is refused (GEMINI_ERR_UNSUPPORTED), unless the
+ *  arena is sharded.
+ *  @param address  a device address in an arena; gemini_locate() of gemini/address.h says of which. It is not followed
+ *  @param size_bytes  not 0
+ *  Since: 0.1 */
+static inline gemini_access_t gemini_address_access(const void *address, uint64_t size_bytes, uint32_t mode,
+                                                    uint32_t tier) {
+  gemini_access_t access = { sizeof(gemini_access_t), mode, tier, 0, { NULL }, 0, size_bytes, NULL };
+  access.offset_bytes = (uint64_t)(uintptr_t)address;
+  return access;
+}
+/** Fills an array with accesses to rows of a table, such as the rows of an embedding that a batch names, so that not
+ *  all of the table is acquired. The rows are sorted, each is named once, and neighbours become one access. If that
+ *  makes more accesses than there is room for, the smallest gaps between them are closed: the rows in a gap are then
+ *  acquired with their neighbours, which a write without a read (GEMINI_WRITE) forbids, as it would have to write them.
+ *  @param table  the table: its object (or address), range, mode and tier; borrowed until return. size_bytes: rows
+ *           times row_bytes, not 0
+ *  @param row_bytes  bytes from one row to the next, not 0
+ *  @param index_bytes  bytes of an index: 4 or 8. Indexes are integers without a sign: a negative one is out of range
+ *  @param row_count  indexes at rows, 0 to 2^20. The same row may be named several times
+ *  @param rows  row_count indexes, in any order, each below size_bytes / row_bytes; borrowed until return
+ *  @param capacity  accesses that accesses_out has room for, not 0
+ *  @param accesses_out  receives the accesses, in ascending order, for gemini_acquire() and gemini_release(). On
+ *           failure, it is as it was
+ *  @param count_out  receives how many there are: 0 only with row_count 0
+ *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the first index that is, and the number of
+ *           rows; or the mode is GEMINI_WRITE and capacity is too small: the message says how much is needed
+ *  @retval GEMINI_ERR_OOM_SYSTEM  there is no memory to sort the rows
+ *  Threads: any; needs no manager, and does not see whether the object exists. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_row_accesses(const gemini_access_t *table, uint64_t row_bytes, uint32_t index_bytes,
+                                               uint64_t row_count, const void *rows, uint64_t capacity,
+                                               gemini_access_t *accesses_out, uint64_t *count_out) GEMINI_MUST_CHECK;
 
 /** Makes a batch of ranges usable, all or none. On the device, work queued on the stream after this call sees the
  *  bytes. On the host, the call blocks until they are there.
@@ -608,6 +666,19 @@ GEMINI_API gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t 
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
                                           gemini_stream_t stream) GEMINI_MUST_CHECK;
+/** Opens an operator and acquires what it uses on its stream; gemini_op_end() releases that. The caller keeps no list.
+ *
+ *      gemini_access_t uses[] = { gemini_address_access(w, bytes, GEMINI_READ, GEMINI_TIER_DEVICE), ... };
+ *      TRY(gemini_op_begin_with(mgr, "forward 3", stream, uses, 2));
+ *      ... queue the work ...
+ *      TRY(gemini_op_end(mgr));
+ *
+ *  @param name, stream  as for gemini_op_begin()
+ *  @param accesses, count  as for gemini_acquire(); borrowed until return. Not to be released by the caller
+ *  If either call fails, both have: the operator is not open and nothing is acquired. The statuses are those of
+ *  gemini_op_begin() and gemini_acquire(), and GEMINI_ERR_OOM_SYSTEM: there is no memory for the list. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
+                                                gemini_access_t *accesses, uint64_t count) GEMINI_MUST_CHECK;
 /** Brings ranges to their tier (DEVICE, HOST or FILE) soon. It only takes free memory and never evicts; where there is
  *  none it has no effect. mode is ignored. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
@@ -724,6 +795,12 @@ typedef struct gemini_update_span {
  *  threads' calls that look at chunks wait. In both, it may call gemini_last_error() and gemini_error_set().
  *  @param span  borrowed until return */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
+/** As gemini_update_fn, but it can fail: gemini_update_t.try_fn. A failure is final. The other spans of the update run
+ *  all the same; gemini_update(), gemini_update_wait() and gemini_manager_close() report the first failure from then
+ *  on, and no further update is accepted, as the bytes of the model are not what they should be.
+ *  @return GEMINI_OK or a negative status; any other value counts as GEMINI_ERR_INVALID. If the callback recorded a
+ *          failure with this status on its thread (gemini_error_set()), its message is reported, too */
+typedef gemini_status_t (*gemini_update_try_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
   GEMINI_UPDATE_LATE = 1 /* return at once; each chunk is updated before its next use */
@@ -738,10 +815,15 @@ typedef struct gemini_update_s {
   uint64_t first_element;
   uint64_t element_count; /* not 0; but 0 with first_element 0: all elements used so far */
   gemini_stream_t stream; /* the update comes after this stream's work queued so far */
-  gemini_update_fn fn;
-  void *user; /* borrowed until every span has run: gemini_update_wait() or a later use */
+  gemini_update_fn fn;    /* or NULL, and try_fn */
+  void *user;             /* borrowed until every span has run: gemini_update_wait() or a later use */
+  uint64_t user_bytes; /* not 0: the call copies so many bytes, at most 1 MiB, from user, which is borrowed until return
+                          only. All spans get the same copy, aligned to 16 bytes; it stays until their work, queued
+                          work included, is done. Spans run at once: what they write to it, they write as to any memory
+                          that threads share */
+  gemini_update_try_fn try_fn; /* or NULL, and fn */
 } gemini_update_t;
-#define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL }
+#define GEMINI_UPDATE_INIT { sizeof(gemini_update_t), 0, NULL, NULL, 0, 0, 0, 0, NULL, NULL, NULL, 0, NULL }
 
 /** Runs fn on every part of several arenas of one layout, in the tier where its chunks are. A span is a part of the
  *  range within one chunk of the arena with the smallest elements, and on the host within one chunk of every arena.
@@ -763,7 +845,7 @@ typedef struct gemini_update_s {
  *           second gemini_update() would update twice
  *  @retval GEMINI_ERR_DEVICE  the device could not say what stream has queued so far; nothing changed. This,
  *           GEMINI_ERR_IO and GEMINI_ERR_FORMAT also say that an earlier update failed for good, as
- *           gemini_update_wait() tells: no other update is accepted
+ *           gemini_update_wait() tells: no other update is accepted. So does the status that a try_fn has returned
  *  After any other error, too, the update was not accepted and nothing changed. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
 /** Blocks until all updates submitted so far are done. If one cannot continue, the rest of it stays pending; the
@@ -772,6 +854,7 @@ GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_upda
  *           and gemini_manager_close() returns it, too: the bytes of the model are not what they should be
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an update's chunks could not be read from their file, or are damaged there
  *  @retval GEMINI_ERR_OOM_HOST, GEMINI_ERR_OOM_FILE  there is no room for an update's chunks
+ *  @retval other  what a gemini_update_try_fn has returned; the message names the elements
  *  What can be tried again stays pending and is tried again. What cannot stays pending, and gemini_manager_close()
  *  returns its failure, too. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_CHECK;
@@ -888,6 +971,18 @@ GEMINI_API gemini_status_t gemini_link_stats(gemini_manager_t mgr, uint32_t link
  *  @retval GEMINI_ERR_INVALID  a value is out of range. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tier_bytes(gemini_manager_t mgr, const gemini_access_t *range, uint64_t *bytes_out)
     GEMINI_MUST_CHECK;
+/** Writes all statistics as text, one line for each figure of gemini_stats_t, gemini_tier_stats_t and
+ *  gemini_link_stats_t, as "name: value" with the names of the fields: "iterations: 12", "device used_bytes: 65536",
+ *  "device to host moved_bytes: 0", "device to host plan moved_bytes: 0" (by reason, where it is not 0). Later versions
+ *  may have more lines. Never waits, as gemini_stats(). The text always ends with a NUL.
+ *  @param size_bytes  room in text_out, with the NUL; 0 to ask for the length
+ *  @param text_out  receives the text; may be NULL with size_bytes 0
+ *  @param length_out  bytes that the text has without the NUL, a different number next time; may be NULL
+ *  @retval GEMINI_ERR_INVALID  text_out is NULL and size_bytes is not 0
+ *  @retval GEMINI_ERR_OOM_SYSTEM  there is no memory for the text
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_stats_text(gemini_manager_t mgr, uint64_t size_bytes, char *text_out,
+                                             uint64_t *length_out) GEMINI_MUST_CHECK;
 /** Starts the peaks of tiers and of non-model memory, moved_bytes and moved_chunks of links, acquire_hits,
  *  acquire_misses, stall_ns, departures and op_peak_error_bytes again from now. A peak starts at what is in use; all
  *  other figures stay. Since: 0.1 */

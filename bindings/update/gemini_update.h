@@ -120,7 +120,47 @@ GEMINI_API gemini_status_t gemini_update_force_isa(const char *name) GEMINI_MUST
 
 /** @} */
 
-/** @defgroup walk Updates of arenas
+/** @defgroup arenas_update Updates of whole arenas
+ *  One rule for all elements, in one call: gemini_update() with a function of this library, which updates each chunk
+ *  where it is. Programs with several rules have gemini_update_walk().
+ *
+ *      gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
+ *      adamw.step = step, adamw.grad_dtype = adamw.param_dtype = GEMINI_DTYPE_F32;
+ *      gemini_update_arenas_t arenas = GEMINI_UPDATE_ARENAS_INIT;
+ *      arenas.grad = grads, arenas.master = params, arenas.momentum = momentum, arenas.variance = variance;
+ *      if (gemini_adamw_arenas(mgr, &adamw, &arenas)) fprintf(stderr, "%s\n", gemini_error_text());
+ *  @{ */
+/** Arenas of one layout (gemini_arena_config_t.like), by what they hold. */
+typedef struct gemini_update_arenas {
+  uint32_t struct_size;    /* bytes; set by GEMINI_UPDATE_ARENAS_INIT */
+  uint32_t flags;          /* GEMINI_UPDATE_LATE, or 0 */
+  gemini_arena_t param;    /* written, in the rule's param_dtype. NULL: master is the parameter */
+  gemini_arena_t grad;     /* read, in the rule's grad_dtype. It may reuse the bytes of param */
+  gemini_arena_t master;   /* fp32, read and written; so are the next two */
+  gemini_arena_t momentum; /* ignored by SGD without momentum */
+  gemini_arena_t variance; /* ignored by SGD */
+  uint64_t first_element;
+  uint64_t element_count; /* 0 with first_element 0: all elements used so far */
+  gemini_stream_t stream; /* the update comes after this stream's work queued so far */
+} gemini_update_arenas_t;
+#define GEMINI_UPDATE_ARENAS_INIT { sizeof(gemini_update_arenas_t), 0, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL }
+
+/** Updates all elements of arenas with AdamW, with the results of gemini_adamw_host(), wherever the chunks are. With
+ *  GEMINI_UPDATE_LATE it returns at once, and each chunk is updated before its next use.
+ *  @param adamw, arenas  copied: borrowed until return, of late updates, too
+ *  @retval GEMINI_ERR_INVALID  a value is out of range, an arena is missing, or its element_bytes are not those of its
+ *           type: the message names it; nothing changed
+ *  @retval other  as gemini_update() has them, GEMINI_ERR_PENDING included: gemini_update_wait() waits for late
+ *           updates, and returns the failure of a span
+ *  Threads: any. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_adamw_arenas(gemini_manager_t mgr, const gemini_adamw_t *adamw,
+                                               const gemini_update_arenas_t *arenas) GEMINI_MUST_CHECK;
+/** Updates all elements of arenas with SGD, otherwise as gemini_adamw_arenas(). Since: 0.1 */
+GEMINI_API gemini_status_t gemini_sgd_arenas(gemini_manager_t mgr, const gemini_sgd_t *sgd,
+                                             const gemini_update_arenas_t *arenas) GEMINI_MUST_CHECK;
+/** @} */
+
+/** @defgroup walk Updates of arenas by a table
  *  A ready-made gemini_update_fn. A table says which elements are updated with which rule, as the groups of parameters
  *  in a framework do, and gemini_update() finds the spans.
  *
@@ -176,7 +216,7 @@ typedef struct gemini_update_walk_s {
  *  as gemini_adamw_host() or gemini_sgd_host() do. On a GPU it queues gemini_adamw_cuda() or gemini_sgd_cuda(), and on
  *  the simulated device a call on the span's stream. Results depend neither on where spans are cut nor on where they
  *  are.
- *  @param walk  a gemini_update_walk_t that gemini_update_walk_check() accepts
+ *  @param walk  a gemini_update_walk_t that gemini_update_walk_check() accepts; the caller's, not a copy (user_bytes 0)
  *  @param span  borrowed until return
  *  A failure is stored in the walk, for gemini_update_walk_status(). The elements of that span that it names are as
  *  they were; other spans are updated. Threads: any. Since: 0.1 */

@@ -291,6 +291,8 @@ gemini_status_t gemini_update_walk_check(const gemini_update_t *theirs) {
   const gemini_update_t *update = &ours;
   gemini_status_t status = gmi_update_struct(WALK_CHECK, "update", theirs, GMI_V1_UPDATE, &ours, sizeof ours);
   if (status) return status;
+  if (ours.user_bytes)
+    REFUSE("user_bytes is %" PRIu64 ", want 0: failures would be stored in the copy", ours.user_bytes);
   const gemini_update_walk_t *walk = ours.user; /* stays where it is: fields behind version 1's may not be there */
   status = gmi_update_struct(WALK_CHECK, "walk", walk, GMI_V1_UPDATE_WALK, NULL, sizeof *walk);
   if (status) return status;

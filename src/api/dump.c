@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "api/text.h"
 #include "base/names.h"
 #include "chunk/arena.h"
 #include "core/manager.h"
@@ -102,13 +103,8 @@ static void write_records(gmi_manager_t *m, FILE *file) {
   write_acquired(m, file);
 }
 
-static gemini_status_t dump(gmi_manager_t *m, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
-  if (!text_out && size_bytes)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
-  char *text = NULL;
-  size_t length = 0;
-  FILE *file = open_memstream(&text, &length);
-  if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
+static void dump(gmi_manager_t *m, FILE *file, void *user) {
+  (void)user;
   fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->identity.id, m->device.ops->name);
   gemini_stats_t stats;
   gmi_stats_read(m, &stats);
@@ -124,9 +120,20 @@ static gemini_status_t dump(gmi_manager_t *m, uint64_t size_bytes, char *text_ou
   }
   gmi_watch_write_waits(m, reading, file);
   gmi_reading_end(m, reading);
+}
+
+gemini_status_t gmi_text_out(gmi_manager_t *m, void (*write)(gmi_manager_t *m, FILE *file, void *user), void *user,
+                             uint64_t size_bytes, char *text_out, uint64_t *length_out) {
+  if (!text_out && size_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "text_out is NULL but size_bytes is %llu", (unsigned long long)size_bytes);
+  char *text = NULL;
+  size_t length = 0;
+  FILE *file = open_memstream(&text, &length);
+  if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the text");
+  write(m, file, user);
   if (fclose(file)) {
     free(text);
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a dump");
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the text");
   }
   if (size_bytes) snprintf(text_out, size_bytes, "%s", text);
   if (length_out) *length_out = length;
@@ -135,5 +142,5 @@ static gemini_status_t dump(gmi_manager_t *m, uint64_t size_bytes, char *text_ou
 }
 gemini_status_t gemini_manager_dump(gemini_manager_t mgr, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  API_RETURN(m ? dump(m, size_bytes, text_out, length_out) : GEMINI_ERR_HANDLE);
+  API_RETURN(m ? gmi_text_out(m, dump, NULL, size_bytes, text_out, length_out) : GEMINI_ERR_HANDLE);
 }

@@ -98,6 +98,7 @@ static void manager_free(gmi_manager_t *m) {
   gmi_files_close(m); /* before the workers close: transfers that end notify them */
   gmi_workers_close(m);
   if (m->device.self) gmi_streams_drain(m);
+  gmi_update_users_free(m, true);
   gmi_groups_close(m); /* no queued collective is left */
   gmi_timeline_close(m);
   if (m->device.self) {

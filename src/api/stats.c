@@ -5,6 +5,11 @@
  * correct by itself; figures read while another call runs may belong to different moments. No figure publishes other
  * data, so relaxed order suffices; the single loads keep the default order because they are rare. */
 #include "core/stats.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "api/text.h"
 #include "base/abi.h"
 #include "chunk/files.h"
 #include "chunk/residency.h"
@@ -124,6 +129,75 @@ gemini_status_t gemini_link_stats(gemini_manager_t mgr, uint32_t link, uint32_t 
                                   gemini_link_stats_t *stats_out) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   API_RETURN(m ? link_stats(m, link, reason, stats_out) : GEMINI_ERR_HANDLE);
+}
+
+/* ---- as text */
+static const char *const tier_names[GEMINI_TIER_COUNT] = { "device", "host", "file" };
+
+static void write_totals(FILE *file, const gemini_stats_t *s) {
+#define FIGURE(name) fprintf(file, #name ": %" PRIu64 "\n", s->name)
+  FIGURE(model_bytes);
+  FIGURE(nonmodel_bytes);
+  FIGURE(nonmodel_peak_bytes);
+  FIGURE(chunk_bytes);
+  FIGURE(acquire_hits);
+  FIGURE(acquire_misses);
+  FIGURE(stall_ns);
+  FIGURE(iterations);
+  FIGURE(planned_iterations);
+  FIGURE(departures);
+  FIGURE(plans);
+  FIGURE(predicted_step_ns);
+  FIGURE(measured_step_ns);
+  FIGURE(planned_fetch_bytes);
+  FIGURE(planned_evict_bytes);
+  FIGURE(op_peak_error_bytes);
+  FIGURE(pending_updates);
+  FIGURE(host_alloc_bytes);
+#undef FIGURE
+  static const char *const engines[] = { "none", "io_uring", "threads" };
+  fprintf(file, "file_engine: %s\n", engines[s->file_engine]);
+}
+
+static void write_tier(FILE *file, const gemini_tier_stats_t *s) {
+  const char *tier = tier_names[s->tier];
+  fprintf(file, "%s budget_bytes: %" PRIu64 "\n%s used_bytes: %" PRIu64 "\n%s peak_bytes: %" PRIu64 "\n", tier,
+          s->budget_bytes, tier, s->used_bytes, tier, s->peak_bytes);
+}
+
+static void write_link(FILE *file, const gmi_link_t *link) {
+  static const char *const reasons[GEMINI_REASON_COUNT] = { "demand", "plan", "pressure", "caller", "update" };
+  char name[40];
+  snprintf(name, sizeof name, "%s to %s", tier_names[link->from_tier], tier_names[link->to_tier]);
+  fprintf(file, "%s bw_bytes_per_s: %" PRIu64 "\n", name,
+          atomic_load_explicit(&link->bw_bytes_per_s, memory_order_relaxed));
+  uint64_t bytes = 0, chunks = 0;
+  for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
+    uint64_t moved = atomic_load_explicit(&link->moved_bytes[r], memory_order_relaxed);
+    bytes += moved;
+    chunks += atomic_load_explicit(&link->moved_chunks[r], memory_order_relaxed);
+    if (moved) fprintf(file, "%s %s moved_bytes: %" PRIu64 "\n", name, reasons[r], moved);
+  }
+  fprintf(file, "%s moved_bytes: %" PRIu64 "\n%s moved_chunks: %" PRIu64 "\n", name, bytes, name, chunks);
+}
+
+static void stats_write(gmi_manager_t *m, FILE *file, void *user) {
+  (void)user;
+  gemini_stats_t stats;
+  bool locked = begin(m);
+  gmi_stats_read(m, &stats);
+  write_totals(file, &stats);
+  for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) {
+    gemini_tier_stats_t s;
+    gmi_tier_stats_read(m, tier, &s);
+    write_tier(file, &s);
+  }
+  for (uint32_t link = 0; link < GMI_LINKS; link++) write_link(file, &m->links[link]);
+  end(m, locked);
+}
+gemini_status_t gemini_stats_text(gemini_manager_t mgr, uint64_t size_bytes, char *text_out, uint64_t *length_out) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  API_RETURN(m ? gmi_text_out(m, stats_write, NULL, size_bytes, text_out, length_out) : GEMINI_ERR_HANDLE);
 }
 
 gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {

@@ -19,6 +19,8 @@ enum {
   GMI_V1_STATS = 152,
   GMI_V1_TIER_STATS = 32,
   GMI_V1_LINK_STATS = 48,
+  /* gemini/address.h */
+  GMI_V1_LOCATION = 40,
   /* gemini/group.h */
   GMI_V1_GROUP_CONFIG = 48,
   GMI_V1_COMM = 72,
@@ -27,6 +29,7 @@ enum {
   GMI_V1_ADAMW = 72,
   GMI_V1_SGD = 64,
   GMI_V1_UPDATE_WALK = 552,
+  GMI_V1_UPDATE_ARENAS = 72,
   /* The largest size that a struct may ever have. A larger struct_size was never initialised by the caller. */
   GMI_STRUCT_BYTES_MAX = 4096
 };

@@ -14,6 +14,7 @@ static _Thread_local struct {
   int64_t native_code;
   char operation[64];
   char message[440];
+  uint64_t count; /* failures recorded */
 } last;
 
 gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char *format, ...) {
@@ -26,6 +27,7 @@ gemini_status_t gmi_fail(gemini_status_t status, int64_t native_code, const char
   last.status = status;
   last.native_code = native_code;
   last.operation[0] = 0;
+  last.count++;
   return status;
 }
 
@@ -55,6 +57,8 @@ void gmi_fail_operation(const char *operation) { snprintf(last.operation, sizeof
 
 const char *gmi_fail_message(void) { return last.message; }
 int64_t gmi_fail_code(void) { return last.native_code; }
+gemini_status_t gmi_fail_status(void) { return last.status; }
+uint64_t gmi_fail_count(void) { return last.count; }
 
 void gmi_fail_keep(gemini_status_t status, gmi_failure_t *failure_out) {
   failure_out->status = status;
@@ -141,6 +145,15 @@ gemini_status_t gemini_error_set(const gemini_error_info_t *info) {
   gmi_fail(ours.status, ours.native_code, "%s", ours.message);
   gmi_fail_operation(ours.operation);
   return GEMINI_OK;
+}
+
+const char *gemini_error_text(void) {
+  static _Thread_local char text[sizeof last.message + sizeof last.operation + 96];
+  if (!last.status) return "no call has failed";
+  char code[48] = "";
+  if (last.native_code) snprintf(code, sizeof code, " (native code %lld)", (long long)last.native_code);
+  snprintf(text, sizeof text, "%s: %s: %s%s", last.operation, gemini_status_string(last.status), last.message, code);
+  return text;
 }
 
 gemini_status_t gemini_last_error(gemini_error_info_t *info_out) {

@@ -23,6 +23,9 @@ void gmi_fail_operation(const char *operation);
  * valid until this thread's next failure. */
 const char *gmi_fail_message(void);
 int64_t gmi_fail_code(void);
+/* The recorded status, and how many failures this thread has recorded. */
+gemini_status_t gmi_fail_status(void);
+uint64_t gmi_fail_count(void);
 
 /* A failure that was recorded, kept for a caller that cleans up first: what it calls meanwhile may record others. */
 typedef struct gmi_failure {

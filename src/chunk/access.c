@@ -102,14 +102,6 @@ static inline bool tensor_release(gmi_tensor_t *t, field_t field, uint32_t phase
   return true;
 }
 
-/* The key of a range's lease. size: of the range, never 0. */
-static gmi_lease_key_t lease_key(const gemini_access_t *access, uint64_t size) {
-  return (gmi_lease_key_t){ .object = gmi_object_id(access),
-                            .offset = access->offset_bytes,
-                            .size = size,
-                            .mode = (uint16_t)access->mode,
-                            .tier = (uint16_t)access->tier };
-}
 /* Is the acquire counted in the tensor's word alone, without a lease? */
 static inline bool is_whole(const gemini_access_t *access, const gmi_tensor_t *t, uint64_t size) {
   return t && access->tier == GEMINI_TIER_DEVICE && size == t->size;
@@ -143,7 +135,7 @@ typedef struct {
 /* Undoes the lease, the users of chunks before end, and the tensor's user, in this order: the tensor goes last. */
 static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *access, uint64_t end) {
   if (f->leased) {
-    gmi_lease_key_t key = lease_key(access, f->size);
+    gmi_lease_key_t key = gmi_lease_key(access, f->size);
     if (gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
   for (uint64_t i = f->first; i < end; i++) gmi_chunk_unhold_device(&f->store->chunks[i], access->mode);
@@ -178,7 +170,7 @@ static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_
     if (f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire))
       while (i <= f->last && gmi_chunk_hold_fast(m, &f->store->chunks[i], access->mode, stream)) i++;
     if (i > f->last && !whole) { /* last, because it takes a lock, for nothing if a chunk cannot be held */
-      gmi_lease_key_t key = lease_key(access, f->size);
+      gmi_lease_key_t key = gmi_lease_key(access, f->size);
       f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
     }
     if (i > f->last && (whole || f->leased)) return true;
@@ -252,7 +244,7 @@ typedef struct {
 /* Counts the acquire in its tensor's word, if it names a tensor, and by a lease unless the word alone is enough. */
 static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *access, prepared_t *p) {
   const gmi_range_t *r = &p->range;
-  gmi_lease_key_t key = lease_key(access, r->size);
+  gmi_lease_key_t key = gmi_range_key(m, access, r);
   bool whole = is_whole(access, r->tensor, r->size);
   p->field = whole ? field_whole(access->mode) : field_others();
   if (r->tensor && !tensor_hold(r->tensor, p->field)) /* full: under the lock it is neither dead nor frozen */
@@ -265,7 +257,7 @@ static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *ac
 }
 
 static void uncount_acquire(gmi_manager_t *m, const gemini_access_t *access, const prepared_t *p) {
-  gmi_lease_key_t key = lease_key(access, p->range.size);
+  gmi_lease_key_t key = gmi_range_key(m, access, &p->range);
   if (p->leased && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   if (p->counted) tensor_unhold(p->range.tensor, p->field);
 }
@@ -624,7 +616,7 @@ static __attribute__((noinline)) gemini_status_t acquire_copies(gemini_manager_t
   gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
   if (status) return status;
   status = gemini_acquire(mgr, accesses.copies, count, stream);
-  if (!status) gmi_accesses_out(&accesses, theirs, count);
+  if (!status) gmi_accesses_out(accesses.copies, theirs, count);
   gmi_accesses_free(&accesses);
   return status;
 }
@@ -646,7 +638,8 @@ static gemini_status_t not_acquired(gmi_manager_t *m, const gemini_access_t *acc
   return gmi_fail(GEMINI_ERR_STATE, 0,
                   "%llu bytes at offset %llu of %s were not acquired with this mode and tier, or are released already: "
                   "a release names ranges as their acquires did",
-                  (unsigned long long)r->size, (unsigned long long)access->offset_bytes, gmi_range_name(m, r));
+                  (unsigned long long)r->size, (unsigned long long)gmi_range_key(m, access, r).offset,
+                  gmi_range_name(m, r));
 }
 
 /* Claims the acquire that the access names. A claimed acquire still counts as a use, so the tensor and the chunks stay
@@ -661,7 +654,7 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
     gmi_range_chunks(m, r);
     return GEMINI_OK;
   }
-  gmi_lease_key_t key = lease_key(access, r->size);
+  gmi_lease_key_t key = gmi_range_key(m, access, r);
   if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
   gmi_range_chunks(m, r);
   gmi_range_placed(m, access, r);
@@ -675,7 +668,7 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
 static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (gmi_range_bytes(m, access, &r)) return; /* never: the claim keeps the object */
-  gmi_lease_key_t key = lease_key(access, r.size);
+  gmi_lease_key_t key = gmi_range_key(m, access, &r);
   if (!is_whole(access, r.tensor, r.size)) gmi_lease_unclaim(&m->leases, &key);
   else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
 }
@@ -701,7 +694,7 @@ static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *a
 static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t stream,
                            bool locked, uint32_t phase) {
   gemini_status_t status = release_chunks(m, access, r, stream, locked);
-  gmi_lease_key_t key = lease_key(access, r->size);
+  gmi_lease_key_t key = gmi_range_key(m, access, r);
   if (!is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
   if (r->tensor) (void)tensor_release(r->tensor, field_others(), phase);
   return status;

@@ -52,11 +52,10 @@ gemini_status_t gmi_accesses_in(gmi_accesses_t *batch, const gemini_access_t *ac
   return status;
 }
 
-void gmi_accesses_out(const gmi_accesses_t *batch, gemini_access_t *accesses, uint64_t count) {
-  if (!batch->copies || !count) return;
-  uint32_t stride = accesses->struct_size;
+void gmi_accesses_out(const gemini_access_t *list, gemini_access_t *accesses, uint64_t count) {
+  uint32_t stride = count ? accesses->struct_size : 0;
   for (uint64_t i = 0; i < count; i++)
-    memcpy((char *)accesses + i * stride + offsetof(gemini_access_t, ptr), &batch->copies[i].ptr, sizeof(void *));
+    memcpy((char *)accesses + i * stride + offsetof(gemini_access_t, ptr), &list[i].ptr, sizeof(void *));
 }
 
 void gmi_accesses_free(gmi_accesses_t *batch) {

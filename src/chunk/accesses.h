@@ -26,8 +26,8 @@ static inline bool gmi_accesses_are_ours(const gemini_access_t *accesses, uint64
 /* Checks a batch, whose stride is struct_size of the first access, and copies it if that is not this version's size. On
  * success the caller ends it with gmi_accesses_free(). */
 gemini_status_t gmi_accesses_in(gmi_accesses_t *batch, const gemini_access_t *accesses, uint64_t count);
-/* Copies the resulting pointers to the caller's array. */
-void gmi_accesses_out(const gmi_accesses_t *batch, gemini_access_t *accesses, uint64_t count);
+/* Copies the resulting pointers of a list in this version's size to the caller's array. */
+void gmi_accesses_out(const gemini_access_t *list, gemini_access_t *accesses, uint64_t count);
 void gmi_accesses_free(gmi_accesses_t *batch);
 
 #endif

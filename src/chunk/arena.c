@@ -128,6 +128,7 @@ static gemini_status_t slices_grow(gmi_manager_t *m, gmi_arena_t *a) {
 gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out) {
   gmi_range_t r = { 0 };
   uint64_t start = 0, limit;
+  if (!gmi_object_id(access) && access->offset_bytes) return gmi_address_range(m, access, range_out);
   if (gmi_object_id(access) >> 60 == GMI_HANDLE_ARENA) {
     r.arena = gmi_arena_get(m, access->object.arena);
     if (!r.arena) return GEMINI_ERR_HANDLE;
@@ -572,6 +573,7 @@ gemini_status_t gemini_arena_info(gemini_manager_t mgr, gemini_arena_t arena, ge
     info.capacity_bytes = a->capacity_asked;
     info.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
     info.tensor_count = a->tensor_count;
+    info.element_bytes = a->element_bytes;
   }
   gmi_unlock(m);
   API_RETURN(a ? gmi_struct_out(info_out, &info, sizeof info, GMI_V1_ARENA_INFO, "info_out") : GEMINI_ERR_HANDLE);
@@ -621,20 +623,29 @@ gemini_status_t gmi_arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size
   return status;
 }
 
+static gemini_status_t arena_take(gmi_manager_t *m, gemini_arena_t arena, uint64_t size_bytes, uint64_t *offset_out,
+                                  void **ptr_out) {
+  gmi_arena_t *a = gmi_arena_get(m, arena);
+  if (!a) return GEMINI_ERR_HANDLE;
+  if (gmi_arena_is_sharded(a) && a->reused) /* sums of gradients would stay where no tensor says so */
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "arena %s is sharded over a group and reused by gradients: its bytes must be those of tensors",
+                    a->name);
+  uint64_t offset;
+  gemini_status_t status = gmi_arena_extend(m, a, size_bytes, &offset);
+  if (status) return status;
+  a->shard.taken = true;
+  if (offset_out) *offset_out = offset;
+  if (ptr_out) *ptr_out = a->base + offset;
+  return GEMINI_OK;
+}
 gemini_status_t gemini_arena_take(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
                                   uint64_t *offset_out) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if (!offset_out) API_RETURN(gmi_fail(GEMINI_ERR_INVALID, 0, "offset_out is NULL"));
-  gmi_lock(m, __func__);
-  gmi_arena_t *a = gmi_arena_get(m, arena);
-  gemini_status_t status = a ? GEMINI_OK : GEMINI_ERR_HANDLE;
-  if (a && gmi_arena_is_sharded(a) && a->reused) /* sums of gradients would stay where no tensor says so */
-    status = gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
-                      "arena %s is sharded over a group and reused by gradients: its bytes must be those of tensors",
-                      a->name);
-  if (!status) status = gmi_arena_extend(m, a, size_bytes, offset_out);
-  if (!status) a->shard.taken = true;
-  gmi_unlock(m);
-  API_RETURN(status);
+  API_LOCKED(offset_out ? arena_take(m, arena, size_bytes, offset_out, NULL)
+                        : gmi_fail(GEMINI_ERR_INVALID, 0, "offset_out is NULL"));
+}
+gemini_status_t gemini_arena_take_pointer(gemini_manager_t mgr, gemini_arena_t arena, uint64_t size_bytes,
+                                          void **ptr_out) {
+  API_LOCKED(ptr_out ? arena_take(m, arena, size_bytes, NULL, ptr_out)
+                     : gmi_fail(GEMINI_ERR_INVALID, 0, "ptr_out is NULL"));
 }

@@ -65,6 +65,26 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
  * The second sets the chunks; it needs the lock, or a hold on the range, as the chunk size may change otherwise. */
 gemini_status_t gmi_range_bytes(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 void gmi_range_chunks(gmi_manager_t *m, gmi_range_t *range);
+/* chunk/address.c. The arena whose bytes an address is one of, or NULL: of arenas that share bytes, the one that owns
+ * the chunks. And gmi_range_bytes() of an access that names no object: its offset is an address. */
+gmi_arena_t *gmi_address_arena(gmi_manager_t *m, uint64_t address);
+gemini_status_t gmi_address_range(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
+/* The key of the lease of an access: of its range, size_bytes not 0. An access by address is leased as a range of its
+ * arena. */
+static inline gmi_lease_key_t gmi_lease_key(const gemini_access_t *access, uint64_t size_bytes) {
+  return (gmi_lease_key_t){ .object = gmi_object_id(access),
+                            .offset = access->offset_bytes,
+                            .size = size_bytes,
+                            .mode = (uint16_t)access->mode,
+                            .tier = (uint16_t)access->tier };
+}
+static inline gmi_lease_key_t gmi_range_key(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
+  gmi_lease_key_t key = gmi_lease_key(access, r->size);
+  if (key.object || !r->arena) return key;
+  key.object = gmi_id(gmi_handle(m, GMI_HANDLE_ARENA, r->arena->generation, r->arena->index));
+  key.offset = r->offset;
+  return key;
+}
 /* As gmi_range_ready() and gmi_range_resolve(), for callers that know about sharded arenas. */
 gemini_status_t gmi_range_ready_any(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);
 gemini_status_t gmi_range_resolve_any(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *range_out);

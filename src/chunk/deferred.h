@@ -27,11 +27,20 @@ typedef struct gmi_rest {
   bool reserved[7];
 } gmi_rest_t;
 
+/* A copy of the caller's data for an update (user_bytes). It is in the manager's list until nothing uses it. */
+typedef struct gmi_update_user {
+  struct gmi_update_user *next;
+  _Atomic uint32_t refs; /* Atomic: one of the gmi_walk_t, one of each job of the workers */
+  gmi_fence_t end;       /* behind the device work of its spans so far */
+  _Alignas(16) uint8_t bytes[];
+} gmi_update_user_t;
+
 /* One gemini_update(): its checked arguments, kept until its last piece is queued. */
 typedef struct gmi_walk {
   uint32_t refs; /* one of the call, one of each of its rests */
   gmi_manager_t *m;
   gemini_update_t u;
+  gmi_update_user_t *user;                /* the copy that u.user points to, or NULL */
   gmi_arena_t *named[GMI_UPDATE_ARENAS];  /* the caller's arenas */
   gmi_arena_t *arenas[GMI_UPDATE_ARENAS]; /* the same, or of sharded ones those of their slices: u.first_element and
                                            * u.element_count are of these */

@@ -448,13 +448,11 @@ static gemini_status_t content_add(gmi_manager_t *m, gmi_graph_t *g, const gmi_r
   return add.status;
 }
 
-static gmi_lease_key_t lease_of(const gmi_graph_t *g, const gemini_access_t *access, const gmi_range_t *r) {
-  return (gmi_lease_key_t){ .object = gmi_object_id(access),
-                            .offset = access->offset_bytes,
-                            .size = r->size,
-                            .mode = (uint16_t)access->mode,
-                            .tier = (uint16_t)access->tier,
-                            .graph_1 = g->index + 1 };
+static gmi_lease_key_t lease_of(gmi_manager_t *m, const gmi_graph_t *g, const gemini_access_t *access,
+                                const gmi_range_t *r) {
+  gmi_lease_key_t key = gmi_range_key(m, access, r);
+  key.graph_1 = g->index + 1;
+  return key;
 }
 
 /* Holds all chunks first, then assigns ring frames: first to chunks that have one already, so that chunks without do
@@ -467,7 +465,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
   for (uint64_t k = 0; !status && k < count; k++) {
     status = resolve(m, &accesses[k], &r);
     if (!status && !(accesses[k].mode & GEMINI_WRITE)) status = content_add(m, g, &r);
-    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    gmi_lease_key_t key = lease_of(m, g, &accesses[k], &r);
     if (!status) status = gmi_lease_add(&m->leases, &key);
     leased += !status;
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
@@ -487,7 +485,7 @@ gemini_status_t gmi_graph_acquire(gmi_manager_t *m, gemini_access_t *accesses, u
     if (!status) accesses[k].ptr = r.store->base + r.offset;
     for (uint64_t i = r.first; status && held && i <= r.last; i++, held--)
       part_drop(m, part_find(g, &r.store->chunks[i]), accesses[k].mode);
-    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    gmi_lease_key_t key = lease_of(m, g, &accesses[k], &r);
     if (status && gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
   return status;
@@ -503,7 +501,7 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
   for (; !status && claimed < count; claimed += !status) {
     status = resolve(m, &accesses[claimed], &r);
     if (status) break;
-    gmi_lease_key_t key = lease_of(g, &accesses[claimed], &r);
+    gmi_lease_key_t key = lease_of(m, g, &accesses[claimed], &r);
     if (!gmi_lease_claim(&m->leases, &key))
       status = gmi_fail(GEMINI_ERR_STATE, 0,
                         "%llu bytes at offset %llu of arena %s were not acquired with this mode inside this capture; "
@@ -512,13 +510,13 @@ gemini_status_t gmi_graph_release(gmi_manager_t *m, const gemini_access_t *acces
   }
   while (status && claimed-- > 0) {
     if (gmi_range_resolve(m, &accesses[claimed], &r)) break; /* never, as above */
-    gmi_lease_key_t key = lease_of(g, &accesses[claimed], &r);
+    gmi_lease_key_t key = lease_of(m, g, &accesses[claimed], &r);
     gmi_lease_unclaim(&m->leases, &key);
   }
   if (status) return status;
   for (uint64_t k = 0; k < count; k++) {
     if (gmi_range_resolve(m, &accesses[k], &r)) break; /* never, as above */
-    gmi_lease_key_t key = lease_of(g, &accesses[k], &r);
+    gmi_lease_key_t key = lease_of(m, g, &accesses[k], &r);
     gmi_lease_end(&m->leases, &key);
     for (uint64_t i = r.first; i <= r.last; i++) {
       part_t *p = part_find(g, &r.store->chunks[i]);

@@ -6,6 +6,7 @@
  * piece's on a worker. */
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/abi.h"
 #include "base/array.h"
@@ -150,7 +151,12 @@ gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) 
   at += p->count * sizeof *job->after;
   uint8_t **addresses = (void *)at;
   job->fn = k->u.fn;
+  job->try_fn = k->u.try_fn;
   job->user = k->u.user;
+  if (k->user) {
+    atomic_fetch_add(&k->user->refs, 1);
+    job->user_refs = &k->user->refs;
+  }
   job->deferred = deferred;
   job->span = piece_span(k, p, GEMINI_TIER_HOST);
   job->named_shift = named_shift(k, p);
@@ -191,8 +197,41 @@ static bool piece_is_ready(const gmi_walk_t *k, const gmi_piece_t *p) {
   return missing <= gmi_host_free(k->m);
 }
 
+/* ---- copies of the caller's data. A callback may have queued device work that reads the copy, so it stays until that
+ * is done. */
+static gemini_status_t user_copy(gmi_walk_t *k) {
+  enum { USER_BYTES_MAX = 1 << 20 };
+  gemini_update_t *u = &k->u;
+  if (!u->user_bytes) return GEMINI_OK;
+  if (!u->user || u->user_bytes > USER_BYTES_MAX)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "user_bytes is %llu%s, must be at most %d",
+                    (unsigned long long)u->user_bytes, u->user ? "" : " and user is NULL", USER_BYTES_MAX);
+  k->user = aligned_alloc(16, sizeof *k->user + (u->user_bytes + 15) / 16 * 16);
+  if (!k->user)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for %llu bytes of user",
+                    (unsigned long long)u->user_bytes);
+  *k->user = (gmi_update_user_t){ .next = k->m->update.users, .refs = 1 };
+  k->m->update.users = k->user;
+  memcpy(k->user->bytes, u->user, u->user_bytes);
+  u->user = k->user->bytes;
+  return GEMINI_OK;
+}
+void gmi_update_users_free(gmi_manager_t *m, bool all) {
+  gmi_update_user_t **link = &m->update.users;
+  while (*link) {
+    gmi_update_user_t *user = *link;
+    if (all || (!atomic_load(&user->refs) && gmi_fence_reached(m, user->end))) {
+      *link = user->next;
+      free(user);
+    } else {
+      link = &user->next;
+    }
+  }
+}
+
 void gmi_walk_unref(gmi_walk_t *k) {
   if (--k->refs) return;
+  if (k->user) atomic_fetch_sub(&k->user->refs, 1);
   free(k->gaps);
   free(k);
 }
@@ -245,11 +284,12 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
     gmi_callback_begin(m); /* drops the lock; the chunks stay, because they are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
-    k->u.fn(k->u.user, &span);
+    gmi_span_run(m, k->u.fn, k->u.try_fn, k->u.user, &span);
     gmi_wait_end(m, &wait);
     gmi_callback_end(m, function);
-    gmi_walk_unref(k);
     gmi_fence_t end = gmi_fence_later(m, stream);
+    if (k->user) k->user->end = end; /* one stream, in order: behind all spans so far */
+    gmi_walk_unref(k);
     for (uint32_t i = 0; i < p->count; i++)
       after_callback(m, gmi_chunk_use(m, p->chunks[i], p->modes[i], stream, true), end);
     after_callback(m, gmi_fence_now(m, stream, &end), end);
@@ -343,7 +383,9 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~(uint32_t)GEMINI_UPDATE_LATE);
   if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
-  if (!u->arenas || !u->modes || !u->fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
+  if (!u->arenas || !u->modes || (!u->fn && !u->try_fn))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
+  if (u->fn && u->try_fn) return gmi_fail(GEMINI_ERR_INVALID, 0, "fn and try_fn are both set: an update has one");
   if (!u->arena_count || u->arena_count > GMI_UPDATE_ARENAS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arena_count is %u, must be 1 to %d", u->arena_count, GMI_UPDATE_ARENAS);
   status = gmi_stream_resolve(m, u->stream, stream_out);
@@ -612,6 +654,11 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
     gmi_wait_end(m, &wait);
     if (status) gmi_fail_device(status, "an update on the device failed");
   }
+  if (!status) {
+    gmi_lock(m, function);
+    gmi_update_users_free(m, false);
+    gmi_unlock(m);
+  }
   return status ? status : gmi_workers_failure(m);
 }
 
@@ -623,6 +670,8 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   uint32_t stream;
   gmi_lock(m, "gemini_update");
   gemini_status_t status = walk_check(k, theirs, &stream);
+  gmi_update_users_free(m, false);
+  if (!status) status = user_copy(k);
   if (!status) status = walk(k, stream);
   if (status) free(k->tail);
   bool late = k->u.flags & GEMINI_UPDATE_LATE;

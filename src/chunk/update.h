@@ -23,5 +23,7 @@ uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces of accepted upd
 void gmi_updates_room(gmi_manager_t *m); /* slots may have become free: wakes the thread that queues pieces */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);
 void gmi_updates_close(gmi_manager_t *m);
+/* Frees the copies of callers' data that no update uses any more, or all of them. */
+void gmi_update_users_free(gmi_manager_t *m, bool all);
 
 #endif

@@ -293,6 +293,7 @@ struct gmi_store;
 struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
+struct gmi_update_user;
 struct gmi_graph;
 struct gmi_group;
 
@@ -327,6 +328,7 @@ typedef struct gmi_manager {
   struct {                               /* chunk/arena.c */
     gmi_arena_t *_Atomic at[GMI_ARENAS]; /* Atomic: stored (release) when the record is filled, loaded (acquire) */
     uint64_t generations[GMI_ARENAS];    /* of the latest arena with each index */
+    uint32_t found;                      /* index of the arena that the last address lay in; may be gone */
   } arenas;
   struct {            /* chunk/arena.c */
     gmi_tensor_t *at; /* address space for GMI_TENSORS; Constant */
@@ -429,6 +431,7 @@ typedef struct gmi_manager {
     struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
     uint32_t stream;               /* the library's own stream for updates on the device */
     _Atomic gmi_fence_t end;       /* Atomic: behind the last span queued on that stream */
+    struct gmi_update_user *users; /* copies of the caller's data that updates may still use */
   } update;
 
   struct {

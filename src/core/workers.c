@@ -12,6 +12,7 @@
  * A job's state: QUEUED -> CAME -> WAITED_FOR -> READY, or QUEUED -> WAITED_FOR -> READY; then its slices are handed
  * out, and the worker that finishes the last slice frees the job. */
 #include <errno.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,8 +57,9 @@ typedef struct gmi_workers {
   uint64_t deferred;             /* the deferred ones among them */
   uint64_t submitted;            /* jobs ever submitted */
   uint64_t finished;             /* jobs and other work ever finished: an event counter for waits */
-  gemini_status_t failure;       /* of the first update that did not run; never reset */
-  char failure_text[384];        /* its cause */
+  gemini_status_t failure;       /* of the first update that did not run, or whose function failed; never reset */
+  int64_t failure_code;
+  char failure_text[440]; /* in words */
   bool stop;
   uint32_t thread_count;
   double ns_per_element; /* of an update and one worker, running mean */
@@ -80,6 +82,42 @@ static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
                                        gmi_fence_mark(job->fences[i])))
       return false;
   return true;
+}
+
+/* Called with the lock held. */
+static __attribute__((format(printf, 4, 5))) void fail(gmi_workers_t *l, gemini_status_t status, int64_t code,
+                                                       const char *format, ...) {
+  if (l->failure) return;
+  va_list args;
+  va_start(args, format);
+  vsnprintf(l->failure_text, sizeof l->failure_text, format, args);
+  va_end(args);
+  l->failure_code = code;
+  l->failure = status;
+}
+
+void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
+                  const gemini_update_span_t *span) {
+  if (!try_fn) {
+    fn(user, span);
+    return;
+  }
+  uint64_t before = gmi_fail_count();
+  gemini_status_t status = try_fn(user, span);
+  if (!status) return;
+  gmi_failure_t own;
+  gmi_fail_keep(status, &own);
+  bool told = gmi_fail_count() != before && gmi_fail_status() == status;
+  unsigned long long first = span->first_element, end = first + span->element_count;
+  gmi_workers_t *l = m->update.workers;
+  pthread_mutex_lock(&l->lock);
+  if (status > 0)
+    fail(l, GEMINI_ERR_INVALID, 0,
+         "the function of an update returned %d, which is no status, for elements %llu to %llu", status, first, end);
+  else
+    fail(l, status, told ? own.native_code : 0, "the function of an update failed for elements %llu to %llu: %.300s",
+         first, end, told ? own.message : gemini_status_string(status));
+  pthread_mutex_unlock(&l->lock);
 }
 
 /* Called with the lock held, as are the functions up to pick(). */
@@ -135,7 +173,7 @@ static gmi_job_t *pick(gmi_workers_t *l) {
 static void prepare(gmi_workers_t *l, gmi_job_t *job) {
   gmi_manager_t *m = l->m;
   gemini_status_t status = GEMINI_OK;
-  char text[sizeof l->failure_text] = "";
+  char text[384] = "device work that it waits for failed";
   if (job->state == JOB_CAME) take_first_ready(l);
   leave_queue(l, job, JOB_WAITED_FOR);
   l->waiters++;
@@ -163,10 +201,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
     add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
-    if (!l->failure && !job->norm) {
-      l->failure = status;
-      memcpy(l->failure_text, text, sizeof text);
-    }
+    if (!job->norm) fail(l, status, 0, "an update did not run: %s", text);
   }
   pthread_cond_broadcast(&l->more);
 }
@@ -202,7 +237,7 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   span.first_element += at + job->named_shift;
   span.element_count = count;
   uint64_t begin = m->device.ops->now(m->device.self);
-  job->fn(job->user, &span);
+  gmi_span_run(m, job->fn, job->try_fn, job->user, &span);
   uint64_t end = m->device.ops->now(m->device.self);
   double ns = (double)(end - begin) / (double)count;
   pthread_mutex_lock(&l->lock);
@@ -229,6 +264,7 @@ static void finish(gmi_workers_t *l, gmi_job_t *job) {
   if (!l->first) pthread_cond_broadcast(&l->more); /* a worker that stops waits for an empty queue */
   pthread_mutex_unlock(&l->lock);
   l->m->device.ops->stream.flag_wake(l->m->device.self);
+  if (job->user_refs) atomic_fetch_sub(job->user_refs, 1);
   free(job);
   pthread_mutex_lock(&l->lock);
 }
@@ -418,7 +454,5 @@ gemini_status_t gmi_workers_failure(gmi_manager_t *m) {
   gemini_status_t failure = m->update.workers->failure;
   pthread_mutex_unlock(&m->update.workers->lock);
   if (!failure) return GEMINI_OK;
-  return gmi_fail(failure, 0, "an update did not run: %s",
-                  failure != GEMINI_ERR_DEVICE ? m->update.workers->failure_text
-                                               : "device work that it waits for failed");
+  return gmi_fail(failure, m->update.workers->failure_code, "%s", m->update.workers->failure_text);
 }

@@ -10,10 +10,12 @@
 typedef struct gmi_job gmi_job_t;
 struct gmi_job {
   gmi_job_t *next, *previous;
-  uint64_t number;   /* order of submission, from 1 */
-  uint64_t next_use; /* earliest gmi_chunk_next_use() of the chunks; the caller sets this and what follows */
-  gemini_update_fn fn;
+  uint64_t number;     /* order of submission, from 1 */
+  uint64_t next_use;   /* earliest gmi_chunk_next_use() of the chunks; the caller sets this and what follows */
+  gemini_update_fn fn; /* or NULL, and try_fn */
+  gemini_update_try_fn try_fn;
   void *user;
+  _Atomic uint32_t *user_refs; /* NULL, or decremented when the job is done: user is not used any more */
   gemini_update_span_t span;
   uint64_t named_shift;      /* added to span.first_element for fn: of slices, where they lie in their arena */
   uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
@@ -51,6 +53,9 @@ uint64_t gmi_workers_finished(gmi_manager_t *m); /* jobs and transfers ever fini
  * kind and number describe the wait. The second is for the library's own threads, which do not hold it. */
 void gmi_workers_wait(gmi_manager_t *m, uint64_t finished, gmi_wait_kind_t kind, uint64_t number);
 void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
+/* Calls the caller's function, and records its failure as the update's. Any thread, no lock. */
+void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
+                  const gemini_update_span_t *span);
 double gmi_workers_ns_per_element(gmi_manager_t *m); /* of updates */
 gemini_status_t gmi_workers_failure(
     gmi_manager_t *m); /* of an update; permanent, as the bytes are wrong from then on */

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/accesses.h"
+#include "chunk/arena.h"
 #include "tracer/variants.h"
 
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
@@ -47,6 +49,7 @@ void gmi_tracer_close(gmi_manager_t *m) {
   gmi_trace_free(&t->record);
   free(t->timings);
   free(t->durations);
+  free(t->uses.list);
   gmi_op_names_free(t->names);
   gmi_gathers_close(t->gathers);
   pthread_mutex_destroy(&t->touch_lock);
@@ -418,7 +421,123 @@ gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { API_LOC
 gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream) {
   API_LOCKED(op_begin(m, name, stream));
 }
-gemini_status_t gemini_op_end(gemini_manager_t mgr) { API_LOCKED(op_end(m)); }
+
+/* ---- an op with its accesses
+ *
+ * Acquire and release take the lock themselves and may run callbacks, so the op is open while its batch is acquired. A
+ * batch that fails takes the op back: the tracer then is as if the op had not begun. */
+/* What op_begin() changes of the comparison with the variants. */
+typedef struct {
+  bool agrees[GMI_VARIANTS], departed;
+  uint32_t active;
+  uint64_t departures;
+} comparison_t;
+static comparison_t comparison(gmi_manager_t *m) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  comparison_t c = { .departed = t->departed, .active = t->active, .departures = m->stats.departures };
+  memcpy(c.agrees, t->agrees, sizeof c.agrees);
+  return c;
+}
+
+static void op_cancel(gmi_manager_t *m, const comparison_t *before) {
+  gmi_tracer_t *t = m->trace.tracer;
+  if (gmi_graph_op_end(m) || !t->op_open) return;
+  atomic_store(&m->bracket.op_serial, 0);
+  pthread_mutex_lock(&t->touch_lock);
+  t->op_open = false;
+  gmi_trace_op_t *op = &t->record.ops[--t->record.op_count];
+  t->record.use_count = op->use_first;
+  pthread_mutex_unlock(&t->touch_lock);
+  gmi_op_name_drop(t->names, op->name);
+  memcpy(t->agrees, before->agrees, sizeof t->agrees);
+  t->departed = before->departed;
+  t->active = before->active;
+  m->stats.departures = before->departures;
+  gmi_nvtx_pop();
+}
+
+/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. */
+static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
+  gmi_tracer_t *t = m->trace.tracer;
+  if (count > t->uses.capacity) {
+    gemini_access_t *list = realloc(t->uses.list, count * sizeof *list);
+    if (!list)
+      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the list of %llu accesses",
+                      (unsigned long long)count);
+    t->uses.list = list;
+    t->uses.capacity = count;
+  }
+  gemini_status_t status = GEMINI_OK;
+  for (uint64_t i = 0; !status && i < count; i++) {
+    gmi_range_t r;
+    t->uses.list[i] = accesses[i];
+    status = gmi_range_bytes(m, &accesses[i], &r);
+    if (!status) t->uses.list[i].size_bytes = r.size;
+  }
+  return status;
+}
+
+static gemini_status_t op_begin_with(gmi_manager_t *m, gemini_manager_t mgr, const char *name, gemini_stream_t stream,
+                                     gemini_access_t *theirs, const gemini_access_t *accesses, uint64_t count) {
+  gmi_tracer_t *t = m->trace.tracer;
+  gmi_lock(m, "gemini_op_begin_with");
+  comparison_t before = comparison(m);
+  bool open = t->op_open || m->graphs.op_of;
+  gemini_status_t status = op_begin(m, name, stream);
+  bool begun = !open && (t->op_open || m->graphs.op_of); /* a failure may leave the op open */
+  if (!status) status = uses_take(m, accesses, count);
+  gmi_unlock(m);
+  if (!status) status = gemini_acquire(mgr, t->uses.list, count, stream);
+  if (!begun) return status;
+  gmi_lock(m, "gemini_op_begin_with");
+  if (status) {
+    op_cancel(m, &before);
+  } else {
+    t->uses.count = count;
+    t->uses.stream = stream;
+    gmi_accesses_out(t->uses.list, theirs, count);
+  }
+  gmi_unlock(m);
+  return status;
+}
+gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
+                                     gemini_access_t *accesses, uint64_t count) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_accesses_t batch;
+  gemini_status_t status = gmi_accesses_in(&batch, accesses, count);
+  if (status) API_RETURN(status);
+  status = op_begin_with(m, mgr, name, stream, accesses, batch.list, count);
+  gmi_accesses_free(&batch);
+  API_RETURN(status);
+}
+
+/* Releases what gemini_op_begin_with() acquired. A refusal (STATE) has released nothing; after any other error
+ * everything is released all the same. */
+static gemini_status_t uses_release(gmi_manager_t *m, gemini_manager_t mgr) {
+  gmi_tracer_t *t = m->trace.tracer;
+  gmi_lock(m, "gemini_op_end");
+  uint64_t count = t->uses.count;
+  gmi_unlock(m);
+  gemini_status_t status = count ? gemini_release(mgr, t->uses.list, count, t->uses.stream) : GEMINI_OK;
+  if (status == GEMINI_ERR_STATE || status == GEMINI_ERR_HANDLE) return status;
+  gmi_lock(m, "gemini_op_end");
+  t->uses.count = 0;
+  gmi_unlock(m);
+  return status;
+}
+gemini_status_t gemini_op_end(gemini_manager_t mgr) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
+  gmi_failure_t released;
+  gmi_fail_keep(uses_release(m, mgr), &released);
+  if (released.status == GEMINI_ERR_STATE || released.status == GEMINI_ERR_HANDLE)
+    API_RETURN(gmi_fail_again(&released));
+  gmi_lock(m, __func__);
+  gemini_status_t status = op_end(m);
+  gmi_unlock(m);
+  API_RETURN(released.status ? gmi_fail_again(&released) : status);
+}
 
 /* ---- trace files and the plan in words */
 static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {

@@ -79,6 +79,11 @@ typedef struct gmi_tracer {
   uint32_t stall_count;
 
   bool op_open;
+  struct { /* what gemini_op_begin_with() has acquired for the open op */
+    gemini_access_t *list;
+    uint64_t count, capacity;
+    gemini_stream_t stream;
+  } uses;
   uint32_t op_stream;
   uint32_t op_index;
   uint64_t predicted_peak; /* non-model peak that the plan expects of the open op; UINT64_MAX: no prediction */

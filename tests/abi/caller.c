@@ -13,6 +13,9 @@
 
 #include "../../src/base/abi.h"
 #include "../check.h"
+#if CALLER_GROWN /* what has come since the headers were frozen */
+#include "gemini/address.h"
+#endif
 #include "gemini/graph.h"
 #include "gemini/hook.h"
 #include "gemini/topology.h"
@@ -33,6 +36,9 @@ V1(gemini_tensor_info_t, GMI_V1_TENSOR_INFO, 176);
 V1(gemini_access_t, GMI_V1_ACCESS, 48);
 V1(gemini_update_span_t, GMI_V1_UPDATE_SPAN, 104);
 V1(gemini_update_t, GMI_V1_UPDATE, 72);
+#if CALLER_GROWN
+V1(gemini_location_t, GMI_V1_LOCATION, 40);
+#endif
 V1(gemini_topology_object_t, GMI_V1_TOPOLOGY_OBJECT, 176);
 V1(gemini_stats_t, GMI_V1_STATS, 152);
 V1(gemini_tier_stats_t, GMI_V1_TIER_STATS, 32);
@@ -40,6 +46,9 @@ V1(gemini_link_stats_t, GMI_V1_LINK_STATS, 48);
 V1(gemini_adamw_t, GMI_V1_ADAMW, 72);
 V1(gemini_sgd_t, GMI_V1_SGD, 64);
 V1(gemini_update_walk_t, GMI_V1_UPDATE_WALK, 552);
+#if CALLER_GROWN
+V1(gemini_update_arenas_t, GMI_V1_UPDATE_ARENAS, 72);
+#endif
 
 /* ---- structs that end at the end of a page */
 static void *edge(size_t size) {
@@ -170,6 +179,14 @@ static void register_all(void) {
   OK(gemini_tensor_find(mgr, "gone", &found));
   CHECK_EQ(found, other);
   OK(gemini_tensor_unregister(mgr, other));
+#if CALLER_GROWN
+  void *taken;
+  OK(gemini_arena_take_pointer(mgr, arena, W, &taken));
+  gemini_location_t *at = OUTPUT(gemini_location_t);
+  OK(gemini_locate(mgr, (char *)taken + 100, at));
+  FILLED(at, gemini_location_t);
+  CHECK(at->arena == arena && !at->tensor && at->arena_offset_bytes == 5 * W + 100);
+#endif
   OK(gemini_tensor_counterpart(mgr, tensors[0], like, &other));
   gemini_tensor_info_t *t = OUTPUT(gemini_tensor_info_t);
   OK(gemini_tensor_info(mgr, other, t));
@@ -178,7 +195,7 @@ static void register_all(void) {
   gemini_arena_info_t *a = OUTPUT(gemini_arena_info_t);
   OK(gemini_arena_info(mgr, arena, a));
   FILLED(a, gemini_arena_info_t);
-  CHECK(a->kind == GEMINI_KIND_MASTER && a->size_bytes == 5 * W && a->tensor_count == 4);
+  CHECK(a->kind == GEMINI_KIND_MASTER && a->size_bytes == (5 + CALLER_GROWN) * W && a->tensor_count == 4);
 }
 
 /* ---- accesses, alone and in arrays, whose stride is the caller's */
@@ -256,6 +273,22 @@ static void use_accesses(void) {
   OK(gemini_norm(mgr, a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm));
   CHECK(norm > 0);
   CHECK(!fclose(file));
+#if CALLER_GROWN
+  gemini_tensor_info_t *t = OUTPUT(gemini_tensor_info_t);
+  OK(gemini_tensor_info(mgr, tensors[1], t));
+  one = gemini_address_access((void *)(uintptr_t)t->address, W, GEMINI_READ, HOST), a = at_edge(&one, sizeof one);
+  NEW_FIELD(a, "accesses[0]", gemini_acquire(mgr, a, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_acquire(mgr, a, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(mgr, a, 1, GEMINI_STREAM_CALLER));
+  const int32_t rows[] = { 9, 3, 4 };
+  gemini_access_t *each = edge(2 * sizeof *each);
+  uint64_t count;
+  NEW_FIELD(a, "table", gemini_row_accesses(a, 64, 4, 3, rows, 2, each, &count));
+  OK(gemini_row_accesses(a, 64, 4, 3, rows, 2, each, &count));
+  CHECK(count == 2 && each[1].struct_size == sizeof *each && each[1].offset_bytes == t->address + 9 * 64);
+  OK(gemini_acquire(mgr, each, 2, GEMINI_STREAM_CALLER));
+  OK(gemini_release(mgr, each, 2, GEMINI_STREAM_CALLER));
+#endif
   OK(gemini_tensor_state_set(mgr, tensors[1], GEMINI_STATE_FREE));
   CHECK_EQ(tier_bytes(FILES) + tier_bytes(HOST) + tier_bytes(DEVICE), 3 * W);
 }
@@ -270,6 +303,13 @@ static void use_brackets(void) {
     OK(gemini_acquire(mgr, a, 1, stream));
     OK(gemini_release(mgr, a, 1, stream));
     OK(gemini_op_end(mgr));
+#if CALLER_GROWN
+    NEW_FIELD(a, "accesses[0]", gemini_op_begin_with(mgr, "another op", stream, a, 1));
+    a->ptr = NULL;
+    OK(gemini_op_begin_with(mgr, "another op", stream, a, 1));
+    CHECK(a->ptr);
+    OK(gemini_op_end(mgr));
+#endif
     OK(gemini_iteration_end(mgr));
   }
   void *ptr;
@@ -308,6 +348,13 @@ static gemini_status_t call_now(gemini_manager_t m, gemini_stream_t s, gemini_ca
   return GEMINI_OK;
 }
 
+#if CALLER_GROWN
+static gemini_status_t on_copy(void *user, const gemini_update_span_t *span) {
+  on_span(user, span);
+  return GEMINI_OK;
+}
+#endif
+
 static void use_updates(void) {
   const uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
   const gemini_arena_t arenas[] = { arena, like };
@@ -322,6 +369,26 @@ static void use_updates(void) {
   OK(gemini_update(mgr, u));
   OK(gemini_update_wait(mgr));
   CHECK(spans > 0);
+
+#if CALLER_GROWN
+  /* Fields and calls that have come since the headers were frozen. */
+  u->fn = NULL, u->try_fn = on_copy;
+  u->user_bytes = sizeof one;
+  OK(gemini_update(mgr, u));
+  OK(gemini_update_wait(mgr));
+  u->fn = on_span, u->try_fn = NULL;
+  u->user_bytes = 0;
+  gemini_update_arenas_t *whole = INPUT(gemini_update_arenas_t, GEMINI_UPDATE_ARENAS_INIT);
+  whole->master = arena, whole->grad = like, whole->momentum = whole->variance = NULL;
+  gemini_sgd_t *sgd = INPUT(gemini_sgd_t, GEMINI_SGD_INIT);
+  sgd->grad_dtype = GEMINI_DTYPE_F32;
+  gemini_adamw_t *adamw = INPUT(gemini_adamw_t, GEMINI_ADAMW_INIT);
+  OK(gemini_sgd_arenas(mgr, sgd, whole));
+  CHECK_EQ(gemini_adamw_arenas(mgr, adamw, whole), GEMINI_ERR_INVALID);
+  CHECK_SAYS(message(), "momentum is NULL");
+  NEW_FIELD(whole, "arenas", gemini_sgd_arenas(mgr, sgd, whole));
+  NEW_FIELD(sgd, "sgd", gemini_sgd_arenas(mgr, sgd, whole));
+#endif
 
   /* A table of rules, whose stride is the caller's. */
   gemini_sgd_t *sgds = edge(2 * sizeof *sgds);
@@ -413,7 +480,8 @@ static void use_statistics(void) {
   gemini_stats_t *s = OUTPUT(gemini_stats_t);
   OK(gemini_stats(mgr, s));
   FILLED(s, gemini_stats_t);
-  CHECK(s->chunk_bytes == W && s->iterations == 3 && s->model_bytes == 10 * W && !s->host_alloc_bytes);
+  CHECK(s->chunk_bytes == W && s->iterations == 3 && s->model_bytes == (10 + 2 * CALLER_GROWN) * W &&
+        !s->host_alloc_bytes);
   for (uint32_t tier = 0; tier < 3; tier++) {
     gemini_tier_stats_t *t = OUTPUT(gemini_tier_stats_t);
     OK(gemini_tier_stats(mgr, tier, t));
@@ -445,6 +513,10 @@ static void use_statistics(void) {
   char text[4096], path[64];
   uint64_t length;
   OK(gemini_manager_dump(mgr, sizeof text, text, &length));
+#if CALLER_GROWN
+  OK(gemini_stats_text(mgr, sizeof text, text, &length));
+  CHECK_SAYS(text, "\niterations: 3\n");
+#endif
   OK(gemini_plan_explain(mgr, sizeof text, text, &length));
   snprintf(path, sizeof path, "%s/trace", dir);
   OK(gemini_trace_save(mgr, path));
@@ -467,6 +539,9 @@ static void use_errors(void) {
   OK(gemini_last_error(out));
   FILLED(out, gemini_error_info_t);
   CHECK(out->status == GEMINI_ERR_IO && out->native_code == 5 && strspn(out->message, "m") == 439);
+#if CALLER_GROWN
+  CHECK_SAYS(gemini_error_text(), "input/output error: mmm");
+#endif
   e->struct_size = GMI_V1_ERROR_INFO - 8;
   CHECK_EQ(gemini_last_error(e), GEMINI_ERR_INVALID);
 }

@@ -15,8 +15,18 @@ fail() { echo "test_install.sh: $*" >&2; exit 1; }
 prefix=$work/elsewhere
 mv "$work/installed" "$prefix"
 headers=$(find "$prefix/include" -type f -printf '%P\n' | sort | xargs)
-want="gemini.h gemini/graph.h gemini/group.h gemini/hook.h gemini/topology.h gemini_update.h"
+want="gemini.h gemini/address.h gemini/graph.h gemini/group.h gemini/hook.h gemini/topology.h gemini_update.h"
 [[ $headers == "$want" ]] || fail "installed headers are '$headers', want '$want'"
+
+# What the headers refer to is there, and so is the licence.
+doc=$prefix/share/doc/gemini
+pages=$(grep -rhoE 'docs/[a-z_]+\.md' "$prefix/include" | sort -u)
+[[ $pages == *docs/states.md* ]] || fail "the headers name no page of the documentation: $pages"
+while read -r page; do
+  [[ -s $doc/$page ]] || fail "the headers name $page, which is not installed"
+done <<<"$pages"
+cmp -s "$here/../../LICENSE" "$doc/LICENSE" || fail "LICENSE is not installed"
+[[ -s $doc/COPYING.jemalloc ]] || fail "jemalloc's licence is not installed"
 
 pc=$(find "$prefix" -name gemini.pc)
 export PKG_CONFIG_PATH=${pc%/*}
@@ -63,6 +73,29 @@ for kind in shared static; do
   needed=$(readelf -d "$work/consumer/update_$kind" | grep -c "NEEDED.*\[libgemini_update" || true)
   [[ $kind == shared && $needed == 1 || $kind == static && $needed == 0 ]] || fail "update_$kind is not $kind"
 done
+# Their gemini_update.pc names libgemini, too.
+read -ra update_flags <<<"$(pkg-config --cflags --libs gemini_update)"
+"$cc" -std=c99 "${strict[@]}" "$here/consumer/update.c" -o "$work/update_pc" "${update_flags[@]}"
+[[ $(LD_LIBRARY_PATH=$libdir "$work/update_pc") == 0.5000 ]] || fail "update_pc failed"
+[[ " ${update_flags[*]} " == *" -lgemini_update -lgemini "* ]] || fail "gemini_update.pc has flags ${update_flags[*]}"
+have=$(pkg-config --modversion gemini_update)
+[[ $have == "$version" ]] || fail "gemini_update.pc says version $have"
+read -ra update_flags <<<"$(pkg-config --static --cflags --libs gemini_update |
+  sed -E 's/-lgemini(_update)? /-Wl,-Bstatic & -Wl,-Bdynamic /g')"
+"$cc" "$here/consumer/update.c" -o "$work/update_pc_static" "${update_flags[@]}"
+[[ $("$work/update_pc_static") == 0.5000 ]] || fail "update_pc_static failed"
+
+# Without the .pc files of hwloc and liburing the shared libraries are found all the same, and only they.
+without=(env PKG_CONFIG_LIBDIR="$work/nowhere" PKG_CONFIG_PATH= "$cmake" -S "$here/consumer" -DCMAKE_PREFIX_PATH="$prefix"
+  -DCMAKE_C_COMPILER="$cc" -DCMAKE_CXX_COMPILER="$cxx" -DWANT_VERSION="$version" -DSHARED_ONLY=ON)
+"${without[@]}" -B "$work/shared_only" >"$work/log" 2>&1 || { cat "$work/log"; fail "cannot configure without hwloc.pc"; }
+"$cmake" --build "$work/shared_only" >"$work/log" 2>&1 || { cat "$work/log"; fail "cannot build without hwloc.pc"; }
+check "$work/shared_only/c_shared" shared
+if "${without[@]}" -B "$work/no_static" -DWANT_COMPONENTS="COMPONENTS;static" >"$work/log" 2>&1; then
+  fail "the component static is found without hwloc.pc"
+fi
+grep -q "static linking needs" "$work/log" || { cat "$work/log"; fail "the refusal does not say why"; }
+
 for standard in "$cc -std=c99" "$cxx -x c++ -std=c++11"; do
   read -ra compiler <<<"$standard"
   "${compiler[@]}" "${strict[@]}" -Wpadded "${cflags[@]}" -c "$here/consumer/update.c" -o "$work/update.o"

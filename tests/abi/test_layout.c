@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include "gemini.h"
+#include "gemini/address.h"
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
@@ -70,7 +71,7 @@ OFFSET(gemini_arena_config_t, group, 48);
 OFFSET(gemini_arena_config_t, zero_stage, 56);
 OFFSET(gemini_arena_config_t, dtype, 60);
 
-SIZE(gemini_arena_info_t, 48);
+SIZE(gemini_arena_info_t, 56);
 OFFSET(gemini_arena_info_t, struct_size, 0);
 OFFSET(gemini_arena_info_t, kind, 4);
 OFFSET(gemini_arena_info_t, base, 8);
@@ -78,6 +79,8 @@ OFFSET(gemini_arena_info_t, size_bytes, 16);
 OFFSET(gemini_arena_info_t, capacity_bytes, 24);
 OFFSET(gemini_arena_info_t, chunk_bytes, 32);
 OFFSET(gemini_arena_info_t, tensor_count, 40);
+OFFSET(gemini_arena_info_t, element_bytes, 48);
+OFFSET(gemini_arena_info_t, reserved, 52);
 
 SIZE(gemini_tensor_info_t, 176);
 OFFSET(gemini_tensor_info_t, struct_size, 0);
@@ -113,7 +116,7 @@ OFFSET(gemini_update_span_t, arena_count, 32);
 OFFSET(gemini_update_span_t, reserved, 36);
 OFFSET(gemini_update_span_t, ptr, 40);
 
-SIZE(gemini_update_t, 72);
+SIZE(gemini_update_t, 88);
 OFFSET(gemini_update_t, struct_size, 0);
 OFFSET(gemini_update_t, flags, 4);
 OFFSET(gemini_update_t, arenas, 8);
@@ -125,6 +128,8 @@ OFFSET(gemini_update_t, element_count, 40);
 OFFSET(gemini_update_t, stream, 48);
 OFFSET(gemini_update_t, fn, 56);
 OFFSET(gemini_update_t, user, 64);
+OFFSET(gemini_update_t, user_bytes, 72);
+OFFSET(gemini_update_t, try_fn, 80);
 
 SIZE(gemini_stats_t, 152);
 OFFSET(gemini_stats_t, struct_size, 0);
@@ -201,6 +206,14 @@ OFFSET(gemini_group_stats_t, gathered_bytes, 24);
 OFFSET(gemini_group_stats_t, reduced_chunks, 32);
 OFFSET(gemini_group_stats_t, fetched_bytes, 40);
 OFFSET(gemini_group_stats_t, stored_bytes, 48);
+
+SIZE(gemini_location_t, 40);
+OFFSET(gemini_location_t, struct_size, 0);
+OFFSET(gemini_location_t, reserved, 4);
+OFFSET(gemini_location_t, arena, 8);
+OFFSET(gemini_location_t, arena_offset_bytes, 16);
+OFFSET(gemini_location_t, tensor, 24);
+OFFSET(gemini_location_t, tensor_offset_bytes, 32);
 
 SIZE(gemini_topology_object_t, 176);
 OFFSET(gemini_topology_object_t, struct_size, 0);

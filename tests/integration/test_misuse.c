@@ -12,6 +12,7 @@
 #include "../check.h"
 #include "../fork.h"
 #include "gemini.h"
+#include "gemini/address.h"
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
@@ -258,6 +259,9 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_arena_destroy, mgr, 0);
   REFUSED(HANDLE, says, gemini_arena_info, mgr, bed.other, &arena_info);
   REFUSED(HANDLE, says, gemini_arena_take, mgr, bed.other, 64, &out.id);
+  REFUSED(HANDLE, says, gemini_arena_take_pointer, mgr, bed.other, 64, &ptr);
+  gemini_location_t location = GEMINI_LOCATION_INIT;
+  REFUSED(HANDLE, says, gemini_locate, mgr, &location, &location);
   REFUSED(HANDLE, says, gemini_tensor_register, mgr, bed.other, "new", 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(HANDLE, says, gemini_tensor_unregister, mgr, bed.o[0]);
   REFUSED(HANDLE, says, gemini_tensor_unregister, mgr, 0);
@@ -269,6 +273,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_iteration_end, mgr);
   REFUSED(HANDLE, says, gemini_phase_set, mgr, GEMINI_PHASE_FORWARD);
   REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", GEMINI_STREAM_CALLER);
+  REFUSED(HANDLE, says, gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, &a, 1);
   REFUSED(HANDLE, says, gemini_op_end, mgr);
   REFUSED(HANDLE, says, gemini_acquire, mgr, &a, 1, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_release, mgr, &a, 1, GEMINI_STREAM_CALLER);
@@ -314,6 +319,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_tier_bytes, mgr, &a, &out.id);
   REFUSED(HANDLE, says, gemini_stats_reset, mgr);
   REFUSED(HANDLE, says, gemini_manager_dump, mgr, 0, NULL, &out.id);
+  REFUSED(HANDLE, says, gemini_stats_text, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_plan_explain, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_trace_save, mgr, "/nowhere/trace");
   REFUSED(HANDLE, says, gemini_trace_load, mgr, "/nowhere/trace");
@@ -392,6 +398,7 @@ static void test_arena_that_is_none_is_refused_everywhere(void) {
     }
     REFUSED(HANDLE, says, gemini_arena_info, mgr, none[i], &info);
     REFUSED(HANDLE, says, gemini_arena_take, mgr, none[i], 64, &out.id);
+    REFUSED(HANDLE, says, gemini_arena_take_pointer, mgr, none[i], 64, (void **)&out.id);
     REFUSED(HANDLE, says, gemini_tensor_register, mgr, none[i], "new", 64, GEMINI_OFFSET_NEXT, &out.tensor);
     REFUSED(HANDLE, says, gemini_tensor_counterpart, mgr, bed.p[0], none[i], &out.tensor);
     const gemini_arena_t arenas[] = { bed.params, none[i] };
@@ -472,6 +479,7 @@ static void test_stream_that_is_none_is_refused_everywhere(void) {
     REFUSED(HANDLE, says, gemini_stream_call, mgr, none[i], nothing, NULL);
     REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, none[i]);
     REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", none[i]);
+    REFUSED(HANDLE, says, gemini_op_begin_with, mgr, "op", none[i], &a, 1);
     REFUSED(HANDLE, says, gemini_acquire, mgr, &a, 1, none[i]);
     REFUSED(HANDLE, says, gemini_acquire, mgr, NULL, 0, none[i]);
     CHECK_OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -554,6 +562,23 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "arena_out is NULL", gemini_arena_create, mgr, &arena_config, NULL);
   REFUSED(INVALID, "info_out is NULL", gemini_arena_info, mgr, bed.other, NULL);
   REFUSED(INVALID, "offset_out is NULL", gemini_arena_take, mgr, bed.other, 64, NULL);
+  REFUSED(INVALID, "ptr_out is NULL", gemini_arena_take_pointer, mgr, bed.other, 64, NULL);
+  REFUSED(INVALID, "location_out is NULL", gemini_locate, mgr,
+          (void *)(uintptr_t)world_tensor_info(&bed.w, bed.o[0]).address, NULL);
+  REFUSED(INVALID, "accesses is NULL|1", gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, NULL, 1);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_stats_text, mgr, 16, NULL, &out.id);
+  const uint32_t rows[] = { 0, 1 };
+  gemini_access_t table = world_part(bed.o[0], 0, 3 * W, READ, DEVICE), row[2];
+  REFUSED(INVALID, "table is NULL", gemini_row_accesses, NULL, 64, 4, 2, rows, 2, row, &out.id);
+  REFUSED(INVALID, "rows is NULL|2", gemini_row_accesses, &table, 64, 4, 2, NULL, 2, row, &out.id);
+  REFUSED(INVALID, "accesses_out is NULL", gemini_row_accesses, &table, 64, 4, 2, rows, 2, NULL, &out.id);
+  REFUSED(INVALID, "count_out is NULL", gemini_row_accesses, &table, 64, 4, 2, rows, 2, row, NULL);
+  REFUSED(INVALID, "capacity is 0", gemini_row_accesses, &table, 64, 4, 2, rows, 0, row, &out.id);
+  REFUSED(INVALID, "row_bytes is 0|196608", gemini_row_accesses, &table, 0, 4, 2, rows, 2, row, &out.id);
+  REFUSED(INVALID, "row_bytes is 100|196608", gemini_row_accesses, &table, 100, 4, 2, rows, 2, row, &out.id);
+  REFUSED(INVALID, "index_bytes is 2|4 or 8", gemini_row_accesses, &table, 64, 2, 2, rows, 2, row, &out.id);
+  REFUSED(INVALID, "row_count is 1048577|1048576", gemini_row_accesses, &table, 64, 4, BATCH_LIMIT + 1, rows, 2, row,
+          &out.id);
   REFUSED(INVALID, "name is NULL", gemini_tensor_register, mgr, bed.other, NULL, 64, GEMINI_OFFSET_NEXT, &out.tensor);
   REFUSED(INVALID, "tensor_out is NULL", gemini_tensor_register, mgr, bed.other, "new", 64, GEMINI_OFFSET_NEXT, NULL);
   REFUSED(INVALID, "name is NULL", gemini_tensor_find, mgr, NULL, &out.tensor);
@@ -633,8 +658,9 @@ static void test_input_structs_of_wrong_size_are_refused(void) {
     p = page_of(&arena_config, sizeof arena_config, below ? first - 1 : wrong, 0);
     REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, first), gemini_arena_create, mgr,
             (const gemini_arena_config_t *)p.bytes, &out.arena);
-    p = page_of(&update, sizeof update, below ? sizeof update - 1 : wrong, 0);
-    REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, sizeof update), gemini_update, mgr,
+    const size_t older = offsetof(gemini_update_t, user_bytes); /* likewise */
+    p = page_of(&update, sizeof update, below ? older - 1 : wrong, 0);
+    REFUSED(INVALID, text("struct_size is %u|%zu to 4096", p.struct_size, older), gemini_update, mgr,
             (const gemini_update_t *)p.bytes);
   }
   CHECK_EQ(out.id, UNTOUCHED);
@@ -697,8 +723,8 @@ static bool all_are(const uint8_t *bytes, size_t begin, size_t end, uint8_t valu
 static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_filled_in_part(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
-  const size_t sizes[] = { sizeof(gemini_arena_info_t), sizeof(gemini_tensor_info_t), sizeof(gemini_stats_t),
-                           sizeof(gemini_tier_stats_t), sizeof(gemini_link_stats_t) };
+  const size_t sizes[] = { offsetof(gemini_arena_info_t, element_bytes), sizeof(gemini_tensor_info_t),
+                           sizeof(gemini_stats_t), sizeof(gemini_tier_stats_t), sizeof(gemini_link_stats_t) };
   for (int what = 0; what < 5; what++) {
     for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
       uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : (uint32_t)sizes[what] - 1;
@@ -720,9 +746,10 @@ static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_fi
       if (what == 2) CHECK_OK(gemini_stats(mgr, (gemini_stats_t *)p.bytes));
       if (what == 3) CHECK_OK(gemini_tier_stats(mgr, HOST, (gemini_tier_stats_t *)p.bytes));
       if (what == 4) CHECK_OK(gemini_link_stats(mgr, 0, 0, (gemini_link_stats_t *)p.bytes));
-      CHECK_EQ(p.struct_size, sizes[what]);
+      const size_t now = what ? sizes[what] : sizeof(gemini_arena_info_t), filled = right[i] < now ? right[i] : now;
+      CHECK_EQ(p.struct_size, filled);
       CHECK(!all_are(p.bytes, sizes[what] - 8, sizes[what], 0xa5));
-      CHECK(all_are(p.bytes, sizes[what], sizeof p.bytes, 0xa5));
+      CHECK(all_are(p.bytes, filled, sizeof p.bytes, 0xa5));
     }
   }
   bed_close();
@@ -796,7 +823,8 @@ static void test_statuses_have_words_of_their_own(void) {
   char version[32];
   snprintf(version, sizeof version, "%d.%d.%d", GEMINI_VERSION_MAJOR, GEMINI_VERSION_MINOR, GEMINI_VERSION_PATCH);
   CHECK(!strcmp(gemini_version(), version));
-  cover("gemini_status_string"); /* these two cannot refuse */
+  cover("gemini_status_string"); /* these cannot refuse */
+  cover("gemini_error_text");
   cover("gemini_version");
 }
 
@@ -1049,6 +1077,7 @@ static void test_take_and_register_out_of_range_are_refused(void) {
                 { left + 2, text("size_bytes is %" PRIu64 "|%" PRIu64 " left", left + 2, left) } };
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
     REFUSED(INVALID, sizes[i].says, gemini_arena_take, mgr, bed.params, sizes[i].size, &out.id);
+    REFUSED(INVALID, sizes[i].says, gemini_arena_take_pointer, mgr, bed.params, sizes[i].size, (void **)&out.id);
     REFUSED(INVALID, sizes[i].says, gemini_tensor_register, mgr, bed.params, "new", sizes[i].size, GEMINI_OFFSET_NEXT,
             &out.tensor);
   }
@@ -2306,6 +2335,10 @@ static void test_brackets_out_of_order_are_refused(void) {
   name[128] = 0;
   REFUSED(STATE, "no iteration", gemini_iteration_end, mgr);
   REFUSED(STATE, "no iteration", gemini_op_begin, mgr, "op", bed.w.stream);
+  gemini_access_t use = world_whole(bed.o[2], READ, DEVICE), wide = world_whole(bed.o[0], READ, DEVICE), none = use;
+  wide.size_bytes = 1 << 30;
+  none.object.tensor = bed.dead_tensor;
+  REFUSED(STATE, "no iteration", gemini_op_begin_with, mgr, "op", bed.w.stream, &use, 1);
   REFUSED(STATE, "no operator", gemini_op_end, mgr);
   REFUSED(INVALID, "phase is 4|3", gemini_phase_set, mgr, 4);
   REFUSED(INVALID, "phase is 4294967295|3", gemini_phase_set, mgr, UINT32_MAX);
@@ -2316,11 +2349,15 @@ static void test_brackets_out_of_order_are_refused(void) {
     REFUSED(INVALID, "name is NULL", gemini_op_begin, mgr, NULL, bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, "", bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, name, bed.w.stream);
+    REFUSED(INVALID, "name|1 to 127", gemini_op_begin_with, mgr, name, bed.w.stream, &use, 1);
+    REFUSED(INVALID, "size_bytes 1073741824", gemini_op_begin_with, mgr, "first", bed.w.stream, &wide, 1);
+    REFUSED(HANDLE, "unregistered", gemini_op_begin_with, mgr, "first", bed.w.stream, &none, 1);
     REFUSED(STATE, "iteration is open", gemini_trace_load, mgr, "/nowhere/trace");
     CHECK_OK(gemini_op_begin(mgr, "first", bed.w.stream));
     gemini_access_t a = world_whole(bed.o[2], READ, DEVICE);
     CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream));
     REFUSED(STATE, "first", gemini_op_begin, mgr, "second", bed.w.stream);
+    REFUSED(STATE, "first", gemini_op_begin_with, mgr, "second", bed.w.stream, &use, 1);
     REFUSED(STATE, "first", gemini_iteration_end, mgr);
     REFUSED(STATE, "open", gemini_iteration_begin, mgr);
     REFUSED(STATE, "first", gemini_phase_set, mgr, GEMINI_PHASE_BACKWARD);
@@ -2344,6 +2381,11 @@ static void test_insight_out_of_order_is_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
   REFUSED(STATE, "iteration", gemini_trace_save, mgr, "/nowhere/trace"); /* none yet */
+  gemini_location_t location = GEMINI_LOCATION_INIT;
+  REFUSED(NOT_FOUND, "in use by no arena", gemini_locate, mgr, bed.block, &location);
+  REFUSED(NOT_FOUND, "in use by no arena", gemini_locate, mgr, NULL, &location);
+  REFUSED(NOT_FOUND, "in use by no arena", gemini_locate, mgr,
+          (void *)(uintptr_t)world_tensor_info(&bed.x, bed.x_tensor).address, &location);
   REFUSED(STATE, "timeline", gemini_timeline_stop, mgr);
   REFUSED(INVALID, "path is empty", gemini_timeline_start, mgr, "");
   REFUSED(IO, "/nowhere/timeline", gemini_timeline_start, mgr, "/nowhere/timeline");

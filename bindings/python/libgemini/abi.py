@@ -146,6 +146,8 @@ class ArenaInfo(_Sized):
         ("capacity_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
         ("tensor_count", c_uint64),
+        ("element_bytes", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -188,6 +190,17 @@ class Access(ctypes.Structure):
         super().__init__(ctypes.sizeof(self), mode, tier, 0, object, offset_bytes, size_bytes, ptr)
 
 
+class Location(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("arena", c_uint64),
+        ("arena_offset_bytes", c_uint64),
+        ("tensor", c_uint64),
+        ("tensor_offset_bytes", c_uint64),
+    ]
+
+
 class UpdateSpan(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_uint32),
@@ -217,6 +230,8 @@ class Update(_Sized):
         ("stream", c_uint64),
         ("fn", UpdateFn),
         ("user", c_void_p),
+        ("user_bytes", c_uint64),
+        ("try_fn", c_void_p),
     ]
 
 
@@ -383,6 +398,14 @@ class UpdateWalk(_Sized):
     )
 
 
+class UpdateArenas(_Sized):
+    _fields_: typing.ClassVar[typing.Any] = (
+        [("struct_size", c_uint32), ("flags", c_uint32)]
+        + [(name, c_uint64) for name in ("param", "grad", "master", "momentum", "variance")]
+        + [(name, c_uint64) for name in ("first_element", "element_count", "stream")]
+    )
+
+
 # ---- functions
 _M, _H, _U32, _U64 = c_uint64, c_uint64, c_uint32, c_uint64
 _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each returns a status, except those below
@@ -401,6 +424,8 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "arena_destroy": [_M, _H],
     "arena_info": [_M, _H, POINTER(ArenaInfo)],
     "arena_take": [_M, _H, _U64, POINTER(_U64)],
+    "arena_take_pointer": [_M, _H, _U64, POINTER(c_void_p)],
+    "locate": [_M, c_void_p, POINTER(Location)],
     "tensor_register": [_M, _H, c_char_p, _U64, _U64, POINTER(_H)],
     "tensor_unregister": [_M, _H],
     "tensor_find": [_M, c_char_p, POINTER(_H)],
@@ -411,9 +436,11 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "iteration_end": [_M],
     "phase_set": [_M, _U32],
     "op_begin": [_M, c_char_p, _H],
+    "op_begin_with": [_M, c_char_p, _H, c_void_p, _U64],
     "op_end": [_M],
     "acquire": [_M, c_void_p, _U64, _H],
     "release": [_M, c_void_p, _U64, _H],
+    "row_accesses": [c_void_p, _U64, _U32, _U64, c_void_p, _U64, c_void_p, POINTER(_U64)],
     "hint": [_M, c_void_p, _U64],
     "move": [_M, c_void_p, _U64],
     "pin": [_M, c_void_p],
@@ -459,6 +486,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "tier_bytes": [_M, c_void_p, POINTER(_U64)],
     "plan_explain": [_M, _U64, c_char_p, POINTER(_U64)],
     "manager_dump": [_M, _U64, c_char_p, POINTER(_U64)],
+    "stats_text": [_M, _U64, c_char_p, POINTER(_U64)],
     "trace_save": [_M, c_char_p],
     "trace_load": [_M, c_char_p],
     "timeline_start": [_M, c_char_p],
@@ -468,6 +496,7 @@ _UPDATE_FUNCTIONS: dict[str, list[typing.Any]] = {"walk_check": [POINTER(Update)
 _OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
     "version": (c_char_p, []),
     "status_string": (c_char_p, [c_int32]),
+    "error_text": (c_char_p, []),
     "torch_malloc": (c_void_p, [c_ssize_t, ctypes.c_int, c_void_p]),
     "torch_free": (None, [c_void_p, c_ssize_t, ctypes.c_int, c_void_p]),
     "cupy_malloc": (c_void_p, [c_void_p, ctypes.c_size_t, ctypes.c_int]),

@@ -16,7 +16,14 @@ import libgemini
 from libgemini import abi
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-CORE = ["gemini.h", "gemini/graph.h", "gemini/group.h", "gemini/hook.h", "gemini/topology.h"]  # of the library itself
+CORE = [
+    "gemini.h",
+    "gemini/address.h",
+    "gemini/graph.h",
+    "gemini/group.h",
+    "gemini/hook.h",
+    "gemini/topology.h",
+]  # of the library itself
 HEADERS = {**dict.fromkeys(CORE, ROOT / "include"), "gemini_update.h": ROOT / "bindings" / "update"}
 CONSTANTS = [
     name for name, value in vars(abi).items() if isinstance(value, int) and re.fullmatch("[A-Z][A-Z0-9_]*", name)

@@ -45,6 +45,18 @@ OFFSET(gemini_sgd_t, dampening, 40);
 OFFSET(gemini_sgd_t, weight_decay, 48);
 OFFSET(gemini_sgd_t, grad_scale, 56);
 
+SIZE(gemini_update_arenas_t, 72);
+OFFSET(gemini_update_arenas_t, struct_size, 0);
+OFFSET(gemini_update_arenas_t, flags, 4);
+OFFSET(gemini_update_arenas_t, param, 8);
+OFFSET(gemini_update_arenas_t, grad, 16);
+OFFSET(gemini_update_arenas_t, master, 24);
+OFFSET(gemini_update_arenas_t, momentum, 32);
+OFFSET(gemini_update_arenas_t, variance, 40);
+OFFSET(gemini_update_arenas_t, first_element, 48);
+OFFSET(gemini_update_arenas_t, element_count, 56);
+OFFSET(gemini_update_arenas_t, stream, 64);
+
 SIZE(gemini_update_range_t, 16);
 OFFSET(gemini_update_range_t, end_element, 0);
 OFFSET(gemini_update_range_t, rule, 8);
