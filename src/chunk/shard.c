@@ -22,6 +22,7 @@
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
+#include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
 #include "core/streams.h"
@@ -372,9 +373,7 @@ void gmi_gathered_count(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t frames)
   const bool gradients = gmi_arena_is_gradients(gmi_chunk_arena(m, c));
   m->groups.frames += frames;
   if (gradients) m->groups.gradient_frames += frames;
-  if (m->groups.gradient_frames > m->groups.peak_op) m->groups.peak_op = m->groups.gradient_frames;
-  const uint32_t params = m->groups.frames - m->groups.gradient_frames;
-  if (params > m->groups.reserve) m->groups.reserve = params;
+  gmi_nonmodel_peak(m);
 }
 
 void gmi_gathered_unsettle(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -421,7 +420,8 @@ gemini_status_t gmi_gathered_evict(gmi_manager_t *m, gmi_chunk_t *c) { return le
 
 /* May chunks of the arena stay gathered from one operator to the next? */
 static bool stays(gmi_manager_t *m, const gmi_arena_t *whole) {
-  return m->bracket.iteration_open && (whole->shard.stage != GEMINI_ZERO_PARAMS || m->trace.advice->gathers_follow(m));
+  return m->bracket.iteration_open &&
+         (whole->shard.stage != GEMINI_ZERO_PARAMS || m->trace.advice->gathers_follow(m, whole->shard.group));
 }
 
 gemini_status_t gmi_gathered_leave(gmi_manager_t *m, bool all) {

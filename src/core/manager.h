@@ -370,7 +370,7 @@ typedef struct gmi_manager {
     uint32_t frames;        /* frames of the heap, including those without live blocks */
     uint64_t peak_op;       /* peak of live bytes since the op began */
     _Atomic uint64_t peak;  /* Atomic */
-    uint32_t pages_peak_op; /* peak of pages in use since the op began */
+    uint32_t pages_peak_op; /* peak of pages in use and groups.gradient_frames, together, since the op began */
   } nonmodel;
 
   struct {                                      /* chunk/hook.c */
@@ -397,8 +397,7 @@ typedef struct gmi_manager {
     struct gmi_group *at[GMI_GROUPS];
     uint64_t generations[GMI_GROUPS];        /* of the latest group with each index */
     uint32_t frames, gradient_frames;        /* of chunks of sharded arenas; those of gradients among them */
-    uint32_t peak_op;                        /* peak of gradient_frames since the op began */
-    uint32_t reserve;                        /* frames that the plan leaves to gathered parameters */
+    uint32_t peak_op;                        /* peak of frames and pages in use, together, since the op began */
     uint64_t gather_streams, reduce_streams; /* bit per stream */
     /* Constant: the failure of a group, for waits for its streams; GEMINI_OK: no group has failed */
     gemini_status_t (*failure)(struct gmi_manager *m);

@@ -72,7 +72,7 @@ typedef struct gmi_advice {
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   /* Do gathered chunks stay when their operator ends, because it is known which ones will leave for others? The same on
    * all ranks. */
-  bool (*gathers_follow)(struct gmi_manager *m);
+  bool (*gathers_follow)(struct gmi_manager *m, uint32_t group);
 } gmi_advice_t;
 
 #endif

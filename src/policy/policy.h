@@ -177,15 +177,17 @@ uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
 
 /* ---- gathers of sharded arenas
  *
- * Chooses before which op each chunk is gathered, for a number of frames, and which gathered chunk leaves for it: as
- * early as the frames allow, and of the chunks that are in the way, the one with the furthest next use leaves (Belady,
- * "A study of replacement algorithms", 1966). At the begin no chunk is gathered. The result depends on the input alone,
- * so ranks with equal inputs gather in the same order. */
+ * Chooses before which op each chunk is gathered, for a number of frames at each op, and which gathered chunk leaves
+ * for it: as early as the frames allow, and of the chunks that are in the way, the one with the furthest next use
+ * leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with more chunks
+ * than frames is *on demand*: nothing is gathered before it, and its own chunks are when it acquires them and leave
+ * when it ends. The result depends on the input alone, so ranks with equal inputs gather in the same order. */
 typedef struct gmi_gather_input {
   uint32_t op_count, chunk_count;
-  uint32_t frames;           /* at least the chunks of any op */
+  const uint32_t *frames;    /* [op_count] for gathered chunks, from the op's begin to that of the next */
   const uint32_t *use_first; /* [op_count + 1] an op's first use in uses */
   const uint32_t *uses;      /* chunks, below chunk_count; those of one op all differ */
+  bool stays;                /* what is gathered never leaves, also not behind an op on demand */
 } gmi_gather_input_t;
 typedef struct gmi_gather_event {
   uint32_t chunk;
@@ -194,8 +196,10 @@ typedef struct gmi_gather_event {
 typedef struct gmi_gather_plan {
   uint32_t *event_first; /* [op_count + 1] the first of the events at an op's begin; the op's own gathers come first */
   gmi_gather_event_t *events;
+  uint32_t *gathered; /* [op_count] chunks that are gathered behind these events; of an op on demand none of its own */
+  bool *on_demand;    /* [op_count] */
 } gmi_gather_plan_t;
-/* OOM_DEVICE: an op has more chunks than frames. OOM_SYSTEM: no memory. The caller frees the plan. */
+/* OOM_SYSTEM: no memory. The caller frees the plan. */
 gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather_plan_t *plan_out);
 void gmi_gather_plan_free(gmi_gather_plan_t *plan);
 

@@ -82,7 +82,9 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
     gmi_trace_t *other = k < GMI_VARIANTS ? &t->variants[k].trace : trace;
     if (k < GMI_VARIANTS && other == trace) continue;
     for (uint32_t i = 0; i < other->op_count; i++)
-      other->ops[i].heap_pages = gmi_trace_pages(other->ops[i].heap_pages, old_frame, gmi_frame_bytes(m));
+      other->ops[i].heap_pages =
+          gmi_trace_pages(other->ops[i].heap_pages + other->ops[i].gathered, old_frame, gmi_frame_bytes(m)),
+      other->ops[i].gathered = other->ops[i].all_pages = 0;
   }
   return true;
 }

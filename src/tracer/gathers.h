@@ -12,6 +12,7 @@
 #define GMI_GATHERS_H
 
 #include "core/manager.h"
+#include "tracer/tracer.h"
 
 struct gmi_gathers;
 gemini_status_t gmi_gathers_open(struct gmi_gathers **gathers_out);
@@ -22,11 +23,13 @@ void gmi_gathers_begin(gmi_manager_t *m, struct gmi_gathers *g); /* of an iterat
  * have. */
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, const char *name, uint32_t phase);
 void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
-/* At the end of an iteration of a new kind, agrees with the other ranks on frames. Blocks. other_frames: the most
- * frames that an operator needed for anything but sharded parameters. PEER: another rank has used other chunks. */
-gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, uint32_t other_frames);
-/* Does the iteration follow a recorded one? Then chunks stay gathered until they are in the way. */
-bool gmi_gathers_follow(const struct gmi_gathers *g);
+/* At the end of an iteration. After one of a new kind, agrees with the other ranks on frames, and blocks. trace: of the
+ * iteration; gets the frames that gathered parameters take from now on in each of its operators. PEER: another rank has
+ * used other chunks. */
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* Does the iteration follow a recorded one, and is the operator at hand one before which the group's chunks were
+ * gathered? Then they stay gathered until they are in the way. */
+bool gmi_gathers_follow(const struct gmi_gathers *g, uint32_t group);
 /* An operator uses a range of a sharded arena. Any thread, no lock of the manager's: the caller excludes other
  * calls. */
 void gmi_gathers_touch(gmi_manager_t *m, struct gmi_gathers *g, uint32_t arena, uint64_t offset, uint64_t size);

@@ -70,7 +70,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
     if (i == t->op_count) break;
     const gmi_trace_op_t *op = &t->ops[i];
     fprintf(file, "op %u %" PRIu64 " %" PRIu64 " %" PRIu64 " ", op->phase, op->compute_ns, op->nonmodel_peak,
-            op->heap_pages * gmi_frame_bytes(m));
+            (op->heap_pages + op->gathered) * gmi_frame_bytes(m));
     gmi_name_write(file, op->name);
     fputc('\n', file);
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)

@@ -198,8 +198,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   }
   t->op_stream = s;
   m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
-  m->nonmodel.pages_peak_op = m->nonmodel.heap ? (uint32_t)gmi_heap_pages_used(m->nonmodel.heap) : 0;
-  m->groups.peak_op = m->groups.gradient_frames;
+  m->nonmodel.pages_peak_op = m->groups.peak_op = 0;
+  gmi_nonmodel_peak(m);
   t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
@@ -236,7 +236,8 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   pthread_mutex_unlock(&t->touch_lock);
   gmi_trace_op_t *op = &t->record.ops[t->op_index];
   op->nonmodel_peak = m->nonmodel.peak_op;
-  op->heap_pages = m->nonmodel.pages_peak_op + m->groups.peak_op; /* the plan leaves this many frames alone */
+  op->heap_pages = m->nonmodel.pages_peak_op;
+  op->all_pages = m->groups.peak_op;
   if (t->predicted_peak != UINT64_MAX) {
     uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
                                                            : op->nonmodel_peak - t->predicted_peak;
@@ -292,15 +293,20 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples. The times of
- * warm-up, which include first touches and other waits, are dropped when the first planned iteration ends. */
+/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples; and its frames:
+ * the peaks, and what the gathers of this iteration's kind take. The times of warm-up, which include first touches and
+ * other waits, are dropped when the first planned iteration ends. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
+  for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
+    v->trace.ops[i].gathered = t->record.ops[i].gathered;
+    if (t->record.ops[i].heap_pages > v->trace.ops[i].heap_pages)
+      v->trace.ops[i].heap_pages = t->record.ops[i].heap_pages;
+  }
   for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
     if (t->durations[i] == UINT64_MAX) continue;
     gmi_trace_op_t *op = &v->trace.ops[i];
-    if (t->record.ops[i].heap_pages > op->heap_pages) op->heap_pages = t->record.ops[i].heap_pages;
     op->samples++;
     int64_t weight = op->samples < 8 ? op->samples : 8;
     op->compute_ns =
@@ -350,10 +356,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
   gemini_status_t left = gmi_gathered_leave(m, true);
-  uint32_t other_frames = 0;
-  for (uint32_t i = 0; i < t->record.op_count; i++)
-    if (t->record.ops[i].heap_pages > other_frames) other_frames = t->record.ops[i].heap_pages;
-  if (!left) left = gmi_gathers_end(m, t->gathers, other_frames);
+  if (!left) left = gmi_gathers_end(m, t->gathers, &t->record);
   if (left) return left;
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
@@ -487,7 +490,9 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, c
 
 /* ---- tables for lower modules (core/observer.h) */
 static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
-static bool gathers_follow(gmi_manager_t *m) { return gmi_gathers_follow(m->trace.tracer->gathers); }
+static bool gathers_follow(gmi_manager_t *m, uint32_t group) {
+  return gmi_gathers_follow(m->trace.tracer->gathers, group);
+}
 
 const gmi_observer_t gmi_tracer_observer = {
   .touched = gmi_tracer_touch,

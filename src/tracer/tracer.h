@@ -36,9 +36,13 @@ typedef struct gmi_trace_op {
   uint64_t nonmodel_peak; /* peak of live non-model bytes while the op was open */
   uint64_t compute_ns;    /* mean over the iterations seen; 0: not measured yet */
   uint32_t phase;
-  uint32_t heap_pages; /* peak of heap pages under live non-model memory; a page is as large as a chunk */
-  uint32_t samples;    /* measurements in compute_ns */
+  /* peak of heap pages under live non-model memory and of gradients of sharded arenas, together; a page is as large as
+   * a chunk */
+  uint32_t heap_pages;
+  uint32_t samples; /* measurements in compute_ns */
   uint32_t use_first, use_count;
+  uint32_t all_pages; /* the same peak with gathered parameters */
+  uint32_t gathered;  /* pages that gathered parameters take beside heap_pages when their gathers are planned */
   uint32_t reserved;
 } gmi_trace_op_t;
 

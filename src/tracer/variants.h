@@ -9,6 +9,7 @@
 #include "chunk/cut.h"
 #include "chunk/graph.h"
 #include "chunk/heap.h"
+#include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
 #include "core/streams.h"
