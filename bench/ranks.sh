@@ -152,6 +152,8 @@ compare() { # RANKS ZERO BUDGET CLIP
   fi
   # A rank gets from the others what it does not keep: (ranks - 1) / ranks of each chunk, on average.
   ((bytes == gathered * (ranks - 1) * chunk / ranks)) || wrong "$name: gathered $bytes bytes"
+  (($(field "$f" reduced_bytes) == reduced * (ranks - 1) * chunk / ranks)) || wrong "$name: bytes of sums"
+  (($(field "$f" planned_reduced_bytes) * steps == $(field "$f" reduced_bytes))) || wrong "$name: bytes of sums by plan"
   ((reduced == ranks * steps * chunks)) || wrong "$name: added $reduced chunks of gradients"
   ((stored == steps * chunks * chunk)) || wrong "$name: stored $stored bytes of slices"
   # Of each gathered chunk, a rank brings its slice, unless that is on the device or zero.

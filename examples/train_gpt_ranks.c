@@ -100,6 +100,10 @@ gemini_group_stats_t train_gpt_ranks_stats(trainer_t *t) {
     sum.reduced_chunks += all[rank].reduced_chunks;
     sum.fetched_bytes += all[rank].fetched_bytes;
     sum.stored_bytes += all[rank].stored_bytes;
+    sum.reduced_bytes += all[rank].reduced_bytes;
+    sum.planned_gathered_bytes += all[rank].planned_gathered_bytes;
+    sum.planned_reduced_bytes += all[rank].planned_reduced_bytes;
+    sum.planned_fetched_bytes += all[rank].planned_fetched_bytes;
   }
   return sum;
 }

@@ -275,6 +275,10 @@ bool train_gpt_report(trainer_t *t) {
     row_u64(&row, "gathered_chunks_first_step", t->gathered_in_first);
     row_u64(&row, "gathered_bytes", group.gathered_bytes);
     row_u64(&row, "reduced_chunks", group.reduced_chunks);
+    row_u64(&row, "reduced_bytes", group.reduced_bytes);
+    row_u64(&row, "planned_gathered_bytes", group.planned_gathered_bytes);
+    row_u64(&row, "planned_reduced_bytes", group.planned_reduced_bytes);
+    row_u64(&row, "planned_slices_fetched_bytes", group.planned_fetched_bytes);
     row_u64(&row, "slices_fetched_bytes", group.fetched_bytes);
     row_u64(&row, "slices_stored_bytes", group.stored_bytes);
   }

@@ -435,8 +435,9 @@ typedef struct gmi_manager {
     struct {
       gmi_fence_t begin, end;
       uint64_t elements;
-      gmi_link_t *link; /* NULL: an update on the device */
-    } timed[64];        /* queued work whose time is read once end has been reached */
+      gmi_link_t *link;   /* NULL: an update on the device, or a collective */
+      uint64_t *shortest; /* of a collective: the shortest time so far, nanoseconds; 0: none. Else NULL */
+    } timed[128];         /* queued work whose time is read once end has been reached */
     uint32_t timed_count;
   } rate;
 

@@ -35,12 +35,13 @@ typedef struct {
 } record_t;
 
 typedef struct {
-  uint64_t *chunks;       /* by their numbers in the plan */
+  uint64_t *chunks; /* [chunk_count] by their numbers in the plan */
+  uint32_t chunk_count, reserved;
   gmi_gather_plan_t plan; /* empty: the group has none */
 } group_plan_t;
 typedef struct {
   bool used;
-  uint64_t last_used;
+  uint64_t last_used, runs;
   record_t record;
   group_plan_t groups[GMI_GROUPS];
 } kind_t;
@@ -55,13 +56,15 @@ typedef struct gmi_gathers {
   bool noted;         /* the other ranks can see that this iteration has departed */
   uint32_t active;    /* the kind that this iteration follows, or GMI_NONE */
   uint64_t iterations;
+  uint32_t ended; /* the kind of the last iteration, or GMI_NONE */
+  bool ended_new; /* it took the record of that iteration */
   kind_t kinds[KINDS];
 } gmi_gathers_t;
 
 gemini_status_t gmi_gathers_open(gmi_gathers_t **gathers_out) {
   gmi_gathers_t *g = calloc(1, sizeof *g);
   if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the record of gathers");
-  g->active = GMI_NONE;
+  g->active = g->ended = GMI_NONE;
   *gathers_out = g;
   return GEMINI_OK;
 }
@@ -87,7 +90,7 @@ static void record_clear(gmi_gathers_t *g) {
 
 void gmi_gathers_forget(gmi_gathers_t *g) {
   for (uint32_t i = 0; i < KINDS; i++) kind_clear(&g->kinds[i]);
-  g->active = GMI_NONE;
+  g->active = g->ended = GMI_NONE;
   record_clear(g);
 }
 void gmi_gathers_close(gmi_gathers_t *g) {
@@ -287,7 +290,7 @@ static uint32_t number_chunks(gmi_manager_t *m, const record_t *r, uint32_t grou
     const gmi_arena_t *a = gmi_arena_at(m, (uint32_t)(r->uses[i] >> 32));
     if (a->shard.group != group) continue;
     n->chunks[count++] = r->uses[i];
-    n->input.stays |= a->shard.stage == GEMINI_ZERO_STATES || a->shard.stage == GEMINI_ZERO_GRADIENTS;
+    n->input.stays |= gmi_gathered_stays(a);
   }
   if (count) qsort(n->chunks, count, sizeof *n->chunks, by_use);
   for (uint32_t i = 0; i < count; i++)
@@ -390,6 +393,100 @@ static void fill_gathered(const kind_t *kind, const record_t *r, gmi_trace_t *tr
   }
 }
 
+/* ---- the list of gathers */
+/* Makes a list of the gathers of a kind whose operators are those of record. Of each group: */
+typedef struct {
+  uint32_t *last_use; /* [chunk_count] index in the trace of the last op that used a gathered chunk */
+  uint32_t *open;     /* [chunk_count] the chunk's gather in the list, from 1, that no op has used; 0: none */
+  bool *gathered;     /* [chunk_count] */
+  uint32_t *left;     /* [gathers of the group] ops whose ends have freed frames, in this order */
+  uint32_t left_first, left_end;
+} lister_t;
+
+static void lister_free(lister_t *l) {
+  free(l->last_use);
+  free(l->open);
+  free(l->gathered);
+  free(l->left);
+}
+static bool lister_make(lister_t *l, const group_plan_t *p, uint64_t gathers) {
+  l->last_use = calloc((size_t)p->chunk_count + 1, sizeof *l->last_use);
+  l->open = calloc((size_t)p->chunk_count + 1, sizeof *l->open);
+  l->gathered = calloc((size_t)p->chunk_count + 1, sizeof *l->gathered);
+  l->left = calloc(gathers + 1, sizeof *l->left);
+  return l->last_use && l->open && l->gathered && l->left;
+}
+
+static void leaves(lister_t *l, uint32_t chunk) {
+  l->gathered[chunk] = false;
+  l->left[l->left_end++] = l->last_use[chunk];
+}
+static bool gathers(lister_t *l, const group_plan_t *p, uint32_t chunk, uint32_t op, gmi_trace_t *trace) {
+  gmi_trace_collective_t *gather = gmi_trace_add_gather(trace);
+  if (!gather) return false;
+  const uint32_t frame_op = l->left_first < l->left_end ? l->left[l->left_first++] : GMI_NO_OP;
+  *gather =
+      (gmi_trace_collective_t){ op, op, frame_op, (uint32_t)(p->chunks[chunk] >> 32), (uint32_t)p->chunks[chunk] };
+  l->open[chunk] = trace->gather_count;
+  l->gathered[chunk] = true;
+  return true;
+}
+
+/* The gathers of one operator of the record. */
+static bool list_op(lister_t *l, const group_plan_t *p, const record_t *r, uint32_t index, gmi_trace_t *trace) {
+  const uint32_t op = r->ops[index].op;
+  for (uint32_t e = p->plan.event_first[index]; e < p->plan.event_first[index + 1]; e++) {
+    if (p->plan.events[e].leaves) leaves(l, p->plan.events[e].chunk);
+    else if (!gathers(l, p, p->plan.events[e].chunk, op, trace)) return false;
+  }
+  for (uint32_t k = 0; k < r->ops[index].use_count; k++) {
+    const uint64_t use = r->uses[r->ops[index].use_first + k];
+    const uint64_t *found = p->chunk_count ? bsearch(&use, p->chunks, p->chunk_count, sizeof use, by_use) : NULL;
+    if (!found) continue;
+    const uint32_t chunk = (uint32_t)(found - p->chunks);
+    if (!l->gathered[chunk] && !gathers(l, p, chunk, op, trace)) return false; /* on demand */
+    if (l->open[chunk]) trace->gathers[l->open[chunk] - 1].use_op = op;
+    l->open[chunk] = 0;
+    l->last_use[chunk] = op;
+  }
+  return true;
+}
+
+/* Of an operator on demand, what does not stay has left when it has ended. */
+static void end_on_demand(gmi_manager_t *m, lister_t *l, const group_plan_t *p) {
+  for (uint32_t chunk = 0; chunk < p->chunk_count; chunk++)
+    if (l->gathered[chunk] && !gmi_gathered_stays(gmi_arena_at(m, (uint32_t)(p->chunks[chunk] >> 32))))
+      leaves(l, chunk);
+}
+
+gemini_status_t gmi_gathers_list(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  if (g->ended == GMI_NONE) return GEMINI_OK;
+  const kind_t *kind = &g->kinds[g->ended];
+  const record_t *r = g->ended_new ? &kind->record : &g->record;
+  lister_t listers[GMI_GROUPS] = { 0 };
+  bool listed = true;
+  trace->gather_count = 0;
+  for (uint32_t i = 0; listed && i < GMI_GROUPS; i++)
+    if (kind->groups[i].plan.event_first)
+      listed = lister_make(&listers[i], &kind->groups[i],
+                           kind->groups[i].plan.event_first[r->op_count] + (uint64_t)r->use_count);
+  for (uint32_t op = 0; listed && op < r->op_count; op++) {
+    for (uint32_t i = 0; listed && i < GMI_GROUPS; i++) {
+      const group_plan_t *p = &kind->groups[i];
+      if (!p->plan.event_first) continue;
+      listed = list_op(&listers[i], p, r, op, trace);
+      if (listed && p->plan.on_demand[op]) end_on_demand(m, &listers[i], p);
+    }
+  }
+  /* A gather that is queued behind another and needed sooner has the slice of the other before it on the link. */
+  for (uint32_t i = trace->gather_count; i-- > 1;)
+    if (trace->gathers[i - 1].use_op > trace->gathers[i].use_op)
+      trace->gathers[i - 1].use_op = trace->gathers[i].use_op;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) lister_free(&listers[i]);
+  return listed ? GEMINI_OK : no_memory(r);
+}
+
+/* ---- a new kind, continued */
 static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *n,
                                    kind_t *kind) {
   gemini_status_t status = GEMINI_OK;
@@ -406,7 +503,28 @@ static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gm
     if (status || !n[i].input.chunk_count) continue;
     if (gmi_gather_plan_make(&n[i].input, &kind->groups[i].plan)) status = no_memory(r);
     kind->groups[i].chunks = n[i].chunks;
+    kind->groups[i].chunk_count = n[i].input.chunk_count;
     n[i].chunks = NULL;
+  }
+  return status;
+}
+
+/* The ranks of each group agree on the times of a chunk's gather and sum. */
+static gemini_status_t agree_on_links(gmi_manager_t *m) {
+  gemini_status_t status = GEMINI_OK;
+  gmi_reap(m);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    gmi_group_t *g = gmi_group_at(m, i);
+    if (!g || !g->arenas) continue;
+    const uint64_t mine[2] = { g->gathers.shortest_ns, g->sums.shortest_ns };
+    uint64_t(*all)[2] = calloc(g->gather.ranks, sizeof *all);
+    if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the times of %u ranks", g->gather.ranks);
+    status = gmi_group_exchange_locked(m, g, mine, sizeof mine, all, "times of gathers and sums");
+    for (uint32_t r = 0; !status && r < g->gather.ranks; r++) {
+      if (all[r][0] > g->gathers.agreed_ns || !r) g->gathers.agreed_ns = all[r][0];
+      if (all[r][1] > g->sums.agreed_ns || !r) g->sums.agreed_ns = all[r][1];
+    }
+    free(all);
   }
   return status;
 }
@@ -415,10 +533,11 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   uint32_t oldest = 0;
   for (uint32_t i = 1; i < KINDS; i++)
     if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
-  kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations };
+  kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations, .runs = 1 };
   numbered_t n[GMI_GROUPS] = { 0 };
   gemini_status_t status = plan_groups(m, &g->record, trace, n, &made);
   for (uint32_t i = 0; i < GMI_GROUPS; i++) numbered_free(&n[i]);
+  if (!status) status = agree_on_links(m);
   if (status) {
     kind_clear(&made);
     return status;
@@ -428,16 +547,27 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   made.record = g->record;
   g->record = (record_t){ 0 };
   *kind = made;
+  g->ended = oldest;
+  g->ended_new = true;
   return GEMINI_OK;
 }
 
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
   if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
   g->iterations++;
+  g->ended = GMI_NONE;
   if (!g->record.op_count) return GEMINI_OK;
   uint32_t index = agreeing(g);
   if (index == GMI_NONE || g->kinds[index].record.op_count != g->record.op_count) return kind_make(m, g, trace);
-  g->kinds[index].last_used = g->iterations;
-  fill_gathered(&g->kinds[index], &g->record, trace);
+  kind_t *kind = &g->kinds[index];
+  kind->last_used = g->iterations;
+  /* Times of the first iteration include one-off costs, as those of copies do. */
+  if (++kind->runs == GMI_SETTLE_RUNS + 1) {
+    gemini_status_t status = agree_on_links(m);
+    if (status) return status;
+  }
+  g->ended = index;
+  g->ended_new = false;
+  fill_gathered(kind, &g->record, trace);
   return GEMINI_OK;
 }

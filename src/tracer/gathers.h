@@ -14,6 +14,7 @@
 #include "core/manager.h"
 #include "tracer/tracer.h"
 
+enum { GMI_SETTLE_RUNS = 2 }; /* iterations under a plan after which times are taken again */
 struct gmi_gathers;
 gemini_status_t gmi_gathers_open(struct gmi_gathers **gathers_out);
 void gmi_gathers_close(struct gmi_gathers *g);                   /* NULL is accepted */
@@ -27,6 +28,9 @@ void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
  * iteration; gets the frames that gathered parameters take from now on in each of its operators. PEER: another rank has
  * used other chunks. */
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* After gmi_gathers_end(), until the next iteration begins: lists the gathers of further iterations of this kind in a
+ * trace that has the operators of the iteration. */
+gemini_status_t gmi_gathers_list(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
 /* Does the iteration follow a recorded one, and is the operator at hand one before which the group's chunks were
  * gathered? Then they stay gathered until they are in the way. */
 bool gmi_gathers_follow(const struct gmi_gathers *g, uint32_t group);

@@ -395,10 +395,12 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   remember(t, index);
   t->previous = index;
   if (!warm) return GEMINI_OK;
-  if (!v->bundle.made && !v->refused) return gmi_tracer_variant_plan(m, v);
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
-  if (v->bundle.made && whole && v->planned_runs == SETTLE_RUNS) return gmi_tracer_variant_plan(m, v);
+  if (v->bundle.made ? whole && v->planned_runs == SETTLE_RUNS : !v->refused) {
+    left = gmi_gathers_list(m, t->gathers, &v->trace);
+    return left ? left : gmi_tracer_variant_plan(m, v);
+  }
   if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
     gmi_trace_measure(m, &v->trace);
     gmi_plan_bundle_times(m, &v->trace, &v->bundle);
@@ -505,6 +507,7 @@ const gmi_observer_t gmi_tracer_observer = {
   .chunk_copied = gmi_timeline_copy,
   .chunk_transferred = gmi_timeline_transfer,
   .span_queued = gmi_timeline_slice,
+  .chunk_summed = gmi_tracer_summed,
   .counters_change = gmi_timeline_counters,
   .update_comes = gmi_tracer_update,
   .update_refused = gmi_tracer_update_refused,

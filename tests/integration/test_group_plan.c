@@ -160,11 +160,121 @@ static void test_ranks_agree_on_the_frames_of_each_operator(void) {
   run(&(shape_t){ .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 9 }, trains_uneven_peaks);
 }
 
+/* ---- a training step: what the plan says of bytes is what the group moves */
+typedef struct {
+  rank_t *k;
+  gemini_arena_t grads, masters;
+} trainer_t;
+static void halve(void *user, const gemini_update_span_t *span) {
+  float *param = span->ptr[0], *grad = span->ptr[1], *master = span->ptr[2];
+  (void)user;
+  for (uint64_t i = 0; i < span->element_count; i++) param[i] = master[i] = master[i] - grad[i] / 2;
+}
+static void touch(void *user) { (void)user; }
+static void halve_anywhere(void *user, const gemini_update_span_t *span) {
+  if (span->tier == DEVICE) CHECK_OK(gemini_stream_synchronize(((trainer_t *)user)->k->w.mgr, span->stream));
+  halve(user, span);
+}
+
+static trainer_t trainer_open(rank_t *k) {
+  trainer_t t = { .k = k };
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.kind = GEMINI_KIND_GRAD;
+  c.element_bytes = 4;
+  c.reuse = k->params;
+  c.dtype = GEMINI_DTYPE_F32;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &t.grads));
+  c.kind = GEMINI_KIND_MASTER;
+  c.reuse = NULL;
+  c.dtype = 0;
+  c.like = k->params;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &t.masters));
+  return t;
+}
+
+/* An operator for each layer of two chunks, forward and back, where it writes the gradient and makes it ready. */
+static void layer_op(trainer_t *t, gemini_tensor_t param, uint32_t layer, bool back) {
+  char name[32];
+  gemini_tensor_t grad;
+  gemini_manager_t mgr = t->k->w.mgr;
+  snprintf(name, sizeof name, "%s %u", back ? "backward" : "forward", layer);
+  CHECK_OK(gemini_tensor_counterpart(mgr, param, t->grads, &grad));
+  CHECK_OK(gemini_op_begin(mgr, name, t->k->w.stream));
+  gemini_access_t use = world_whole(param, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_acquire(mgr, &use, 1, t->k->w.stream));
+  CHECK_OK(gemini_stream_call(mgr, t->k->w.stream, touch, NULL));
+  CHECK_OK(gemini_release(mgr, &use, 1, t->k->w.stream));
+  if (back) {
+    use = world_whole(grad, GEMINI_WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(mgr, &use, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < 2 * WORLD_CHUNK / 4; i++) ((float *)use.ptr)[i] = 1;
+    CHECK_OK(gemini_release(mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_tensor_state_set(mgr, grad, GEMINI_STATE_READY_FOR_REDUCE));
+  }
+  CHECK_OK(gemini_op_end(mgr));
+}
+
+/* Every iteration from the third one on follows a plan to its end. Its traffic is the plan's, to the byte. */
+static void trains_by_plan(rank_t *k) {
+  gemini_manager_t mgr = k->w.mgr;
+  gemini_tensor_t layers[CHUNKS];
+  CHECK_OK(gemini_tensor_unregister(mgr, k->param));
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    layers[i] = world_tensor(&k->w, k->params, name, 2 * WORLD_CHUNK);
+  }
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) world_fill(&k->w, layers[i], 0, 2 * WORLD_CHUNK, DEVICE, 1);
+  gemini_group_stats_t before = GEMINI_GROUP_STATS_INIT, after = GEMINI_GROUP_STATS_INIT,
+                       plan = GEMINI_GROUP_STATS_INIT;
+  uint64_t gathered_by_plan = 0;
+  for (uint32_t n = 0; n < 8; n++) {
+    const uint64_t planned = world_stats(&k->w).planned_iterations;
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_OK(gemini_group_stats(mgr, k->group, &plan));
+    CHECK_OK(gemini_group_stats(mgr, k->group, &before));
+    for (uint32_t i = 0; i < CHUNKS; i++) layer_op(&t, layers[i], i, false);
+    for (uint32_t i = CHUNKS; i-- > 0;) layer_op(&t, layers[i], i, true);
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.arenas = (const gemini_arena_t[]){ k->params, t.grads, t.masters };
+    u.modes = (const uint32_t[]){ GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE };
+    u.arena_count = 3;
+    u.stream = k->w.stream;
+    u.fn = halve_anywhere;
+    u.user = &t;
+    CHECK_OK(gemini_update(mgr, &u));
+    CHECK_OK(gemini_group_stats(mgr, k->group, &after));
+    CHECK_OK(gemini_iteration_end(mgr));
+    if (world_stats(&k->w).planned_iterations == planned) continue;
+    CHECK_EQ(after.gathered_bytes - before.gathered_bytes, plan.planned_gathered_bytes);
+    CHECK_EQ(after.reduced_bytes - before.reduced_bytes, plan.planned_reduced_bytes);
+    CHECK_EQ(after.fetched_bytes - before.fetched_bytes, plan.planned_fetched_bytes);
+    gathered_by_plan += after.gathered_chunks - before.gathered_chunks;
+  }
+  CHECK(world_stats(&k->w).planned_iterations >= 5);
+  CHECK(gathered_by_plan >= 5 * 2 * CHUNKS);
+  CHECK(plan.planned_gathered_bytes && plan.planned_reduced_bytes);
+  char text[4096];
+  uint64_t length;
+  CHECK_OK(gemini_plan_explain(mgr, sizeof text, text, &length));
+  CHECK_SAYS(text, "group 0: ");
+  CHECK_SAYS(text, "busy: gathers ");
+}
+static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
+  for (uint32_t ranks = 2; ranks <= 4; ranks++)
+    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++)
+      for (uint64_t chunks = 20; chunks <= 80; chunks += 20)
+        if (chunks > 20 || stage == GEMINI_ZERO_PARAMS)
+          run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
+}
+
 int main(void) {
   process_begin();
   RUN(test_peaks_at_different_times_do_not_add_up);
   RUN(test_peaks_at_different_times_of_an_operator_do_not_add_up);
   RUN(test_what_stays_is_not_gathered_before_its_room_is_free);
   RUN(test_ranks_agree_on_the_frames_of_each_operator);
+  RUN(test_bytes_by_plan_are_those_that_a_group_moves);
   return check_done();
 }
