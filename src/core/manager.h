@@ -195,7 +195,7 @@ typedef struct gmi_arena {
     uint32_t slices;  /* of a sharded arena: index of the arena that holds this rank's slices; else GMI_NONE */
     uint32_t whole;   /* of an arena of slices: index of the sharded arena; else GMI_NONE */
     uint32_t group;   /* of both: index of the group */
-    uint32_t stage;   /* of a sharded arena: GEMINI_ZERO_*, not AUTO */
+    uint32_t stage;   /* of a sharded arena: GEMINI_ZERO_*; AUTO: what is gathered leaves as with PARAMS */
     uint32_t dtype;   /* of a sharded arena of gradients: GEMINI_DTYPE_* */
     uint32_t reduced; /* of a sharded arena of gradients: chunks, from the last one down, that have been added since the
                         * last update, or with sums in this round */

@@ -244,27 +244,33 @@ static gemini_status_t no_memory(const record_t *r) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
 }
 
-/* Do the ranks have the same record? If so, frames become the lowest of all ranks. */
-static gemini_status_t agree(gmi_manager_t *m, const record_t *r, uint32_t group, uint32_t *frames) {
+/* Do the ranks have the same record? */
+static gemini_status_t agree_on_operators(gmi_manager_t *m, const record_t *r, uint32_t group) {
   gmi_group_t *g = gmi_group_at(m, group);
-  const uint32_t ranks = g->gather.ranks, rank = g->gather.rank;
   const uint64_t mine = digest_of(m, r, group);
-  uint64_t *all = calloc(ranks, sizeof *all);
-  uint32_t *others = calloc(ranks, (r->op_count + 1) * sizeof *others);
-  gemini_status_t status = all && others ? GEMINI_OK : no_memory(r);
+  uint64_t *all = calloc(g->gather.ranks, sizeof *all);
+  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
   if (!status) status = gmi_group_exchange_locked(m, g, &mine, sizeof mine, all, "operators that gather");
-  for (uint32_t k = 0; !status && k < ranks; k++)
+  for (uint32_t k = 0; !status && k < g->gather.ranks; k++)
     if (all[k] != mine)
       status = gmi_fail(GEMINI_ERR_PEER, 0,
                         "ranks differ: the operators of rank %u have used other sharded parameters in this iteration "
                         "than those of rank %u",
-                        k, rank);
-  if (!status)
-    status = gmi_group_exchange_locked(m, g, frames, r->op_count * sizeof *frames, others, "frames for gathers");
-  for (uint64_t i = 0; !status && i < (uint64_t)ranks * r->op_count; i++)
-    if (others[i] < frames[i % r->op_count]) frames[i % r->op_count] = others[i];
+                        k, g->gather.rank);
   free(all);
-  free(others);
+  return status;
+}
+
+/* Each value becomes the least of all ranks', or with most the largest. */
+static gemini_status_t agree(gmi_manager_t *m, const record_t *r, uint32_t group, uint64_t *values, uint32_t count,
+                             bool most, const char *label) {
+  gmi_group_t *g = gmi_group_at(m, group);
+  uint64_t *all = calloc(g->gather.ranks, (count + 1) * sizeof *all);
+  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
+  if (!status) status = gmi_group_exchange_locked(m, g, values, count * sizeof *values, all, label);
+  for (uint64_t i = 0; !status && i < (uint64_t)g->gather.ranks * count; i++)
+    if (most ? all[i] > values[i % count] : all[i] < values[i % count]) values[i % count] = all[i];
+  free(all);
   return status;
 }
 
@@ -354,25 +360,42 @@ static uint32_t until(const record_t *r, uint32_t op, const gmi_trace_t *trace) 
   return op + 1 < r->op_count ? r->ops[op + 1].op : trace->op_count;
 }
 
-/* How many frames each group's gathered chunks may take in each op: half of what is free beside the op's own chunks and
- * all else that it, and the ops behind it that gather nothing, need at the same time; the other half is the plan's.
- * Where that does not fit, the iteration has shown that it fits on demand: no frames. */
-static void find_frames(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *groups,
-                        uint32_t group_count) {
-  for (uint32_t op = 0; op < r->op_count; op++) {
-    uint64_t need = 0;
-    for (uint32_t i = r->ops[op].op; i < until(r, op, trace); i++) {
-      const uint64_t others = trace->ops[i].heap_pages + (uint64_t)other_chunks(m, trace, &trace->ops[i]);
-      if (others > need) need = others;
-    }
-    for (uint32_t i = 0; i < GMI_GROUPS; i++)
-      if (groups[i].own) need += groups[i].own[op];
-    for (uint32_t i = 0; i < GMI_GROUPS; i++) {
-      if (!groups[i].own) continue;
-      uint64_t frames = need > m->frames.count ? 0 : groups[i].own[op] + (m->frames.count - need) / 2 / group_count;
-      groups[i].frames[op] = (uint32_t)(frames < groups[i].input.chunk_count ? frames : groups[i].input.chunk_count);
-    }
+/* Of the frames that are free beside an op's own chunks and all else that it needs, 0 to SHARES - 1 equal parts are for
+ * chunks gathered ahead of use or kept after it; the rest is the plan's. */
+enum { SHARES = 5, HALF = 2 };
+
+/* How many frames a group's gathered chunks may take in an op: a share of what is free beside the op's own chunks and
+ * all else that it, and the ops behind it that gather nothing, need at the same time. Where that does not fit, the
+ * iteration has shown that it fits on demand: no frames. */
+static uint64_t frames_of(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, const numbered_t *groups,
+                          uint32_t group, uint32_t op, uint32_t share) {
+  uint64_t need = 0, count = 0;
+  for (uint32_t i = r->ops[op].op; i < until(r, op, trace); i++) {
+    const uint64_t others = trace->ops[i].heap_pages + (uint64_t)other_chunks(m, trace, &trace->ops[i]);
+    if (others > need) need = others;
   }
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    if (!groups[i].own) continue;
+    need += groups[i].own[op];
+    count++;
+  }
+  if (need > m->frames.count) return 0;
+  const uint64_t frames = groups[group].own[op] + (m->frames.count - need) * share / (SHARES - 1) / count;
+  return frames < groups[group].input.chunk_count ? frames : groups[group].input.chunk_count;
+}
+
+/* Makes the group's plan for a share, of which all ranks have as many frames. */
+static gemini_status_t plan_share(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *groups,
+                                  uint32_t group, uint32_t share, gmi_gather_plan_t *plan_out) {
+  numbered_t *n = &groups[group];
+  uint64_t *frames = calloc((uint64_t)r->op_count + 1, sizeof *frames);
+  if (!frames) return no_memory(r);
+  for (uint32_t op = 0; op < r->op_count; op++) frames[op] = frames_of(m, r, trace, groups, group, op, share);
+  gemini_status_t status = agree(m, r, group, frames, r->op_count, false, "frames for gathers");
+  for (uint32_t op = 0; op < r->op_count; op++) n->frames[op] = (uint32_t)frames[op];
+  free(frames);
+  if (!status && gmi_gather_plan_make(&n->input, plan_out)) status = no_memory(r);
+  return status;
 }
 
 /* Fills in what gathered parameters take in each op of the trace of an iteration with this record. */
@@ -487,44 +510,45 @@ gemini_status_t gmi_gathers_list(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
 }
 
 /* ---- a new kind, continued */
-static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *n,
-                                   kind_t *kind) {
+/* Numbers the chunks of all groups. The caller frees what was made, on failure, too. */
+static gemini_status_t number_groups(gmi_manager_t *m, const record_t *r, numbered_t *n) {
   gemini_status_t status = GEMINI_OK;
-  uint32_t groups = 0;
-  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    if (!gmi_group_at(m, i) || !gmi_group_at(m, i)->arenas) continue;
-    groups++;
-    status = number(m, r, i, &n[i]);
-  }
-  if (!status) find_frames(m, r, trace, n, groups);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) status = number(m, r, i, &n[i]);
+  return status;
+}
+static void numbers_free(numbered_t *n) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) numbered_free(&n[i]);
+}
+
+static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, kind_t *kind) {
+  numbered_t n[GMI_GROUPS] = { 0 };
+  gemini_status_t status = number_groups(m, r, n);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
     if (!n[i].own) continue;
-    status = agree(m, r, i, n[i].frames);
+    status = agree_on_operators(m, r, i);
     if (status || !n[i].input.chunk_count) continue;
-    if (gmi_gather_plan_make(&n[i].input, &kind->groups[i].plan)) status = no_memory(r);
+    status = plan_share(m, r, trace, n, i, HALF, &kind->groups[i].plan);
     kind->groups[i].chunks = n[i].chunks;
     kind->groups[i].chunk_count = n[i].input.chunk_count;
     n[i].chunks = NULL;
   }
+  numbers_free(n);
   return status;
 }
 
 /* The ranks of each group agree on the times of a chunk's gather and sum. */
-static gemini_status_t agree_on_links(gmi_manager_t *m) {
+static gemini_status_t agree_on_links(gmi_manager_t *m, const record_t *r) {
   gemini_status_t status = GEMINI_OK;
   gmi_reap(m);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
     gmi_group_t *g = gmi_group_at(m, i);
     if (!g || !g->arenas) continue;
-    const uint64_t mine[2] = { g->gathers.shortest_ns, g->sums.shortest_ns };
-    uint64_t(*all)[2] = calloc(g->gather.ranks, sizeof *all);
-    if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the times of %u ranks", g->gather.ranks);
-    status = gmi_group_exchange_locked(m, g, mine, sizeof mine, all, "times of gathers and sums");
-    for (uint32_t r = 0; !status && r < g->gather.ranks; r++) {
-      if (all[r][0] > g->gathers.agreed_ns || !r) g->gathers.agreed_ns = all[r][0];
-      if (all[r][1] > g->sums.agreed_ns || !r) g->sums.agreed_ns = all[r][1];
-    }
-    free(all);
+    uint64_t times[2] = { g->gathers.shortest_ns, g->sums.shortest_ns };
+    status = agree(m, r, i, times, 2, true, "times of gathers and sums");
+    if (status) break;
+    g->gathers.agreed_ns = times[0];
+    g->sums.agreed_ns = times[1];
   }
   return status;
 }
@@ -534,10 +558,8 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   for (uint32_t i = 1; i < KINDS; i++)
     if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
   kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations, .runs = 1 };
-  numbered_t n[GMI_GROUPS] = { 0 };
-  gemini_status_t status = plan_groups(m, &g->record, trace, n, &made);
-  for (uint32_t i = 0; i < GMI_GROUPS; i++) numbered_free(&n[i]);
-  if (!status) status = agree_on_links(m);
+  gemini_status_t status = plan_groups(m, &g->record, trace, &made);
+  if (!status) status = agree_on_links(m, &g->record);
   if (status) {
     kind_clear(&made);
     return status;
@@ -563,11 +585,79 @@ gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t 
   kind->last_used = g->iterations;
   /* Times of the first iteration include one-off costs, as those of copies do. */
   if (++kind->runs == GMI_SETTLE_RUNS + 1) {
-    gemini_status_t status = agree_on_links(m);
+    gemini_status_t status = agree_on_links(m, &g->record);
     if (status) return status;
   }
   g->ended = index;
   g->ended_new = false;
   fill_gathered(kind, &g->record, trace);
   return GEMINI_OK;
+}
+
+/* ---- ZERO_AUTO */
+static bool is_auto(gmi_manager_t *m, uint32_t group) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_is_sharded(a) && a->shard.group == group && a->shard.stage == GEMINI_ZERO_AUTO) return true;
+  }
+  return false;
+}
+bool gmi_gathers_choice_due(gmi_manager_t *m, const gmi_gathers_t *g) {
+  if (g->ended == GMI_NONE || (!g->ended_new && g->kinds[g->ended].runs != GMI_SETTLE_RUNS + 1)) return false;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i)) return true;
+  return false;
+}
+
+/* The predicted step if the group's gathers are so planned; UINT64_MAX: no plan can be made, or there is no memory. */
+static uint64_t predict(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, gmi_trace_t *trace) {
+  gmi_plan_bundle_t bundle;
+  fill_gathered(&g->kinds[g->ended], r, trace);
+  if (gmi_gathers_list(m, g, trace) || gmi_plan_bundle_make(m, trace, m->cut.chunk_shift, &bundle)) return UINT64_MAX;
+  const uint64_t predicted_ns = bundle.plan.predicted_ns;
+  gmi_plan_bundle_free(&bundle);
+  return predicted_ns;
+}
+
+/* Of the shares, takes the one with the shortest step on the rank where that is longest; of equals the largest, which
+ * gathers least. Where no plan can be made, half. */
+static gemini_status_t choose(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, numbered_t *n, uint32_t group,
+                              gmi_trace_t *trace) {
+  gmi_gather_plan_t plans[SHARES] = { 0 }, *plan = &g->kinds[g->ended].groups[group].plan, before = *plan;
+  uint64_t predicted_ns[SHARES];
+  uint32_t best = HALF;
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t k = 0; !status && k < SHARES; k++) {
+    status = plan_share(m, r, trace, n, group, k, &plans[k]);
+    if (status) break;
+    *plan = plans[k];
+    predicted_ns[k] = predict(m, g, r, trace);
+  }
+  *plan = before;
+  if (!status) status = agree(m, r, group, predicted_ns, SHARES, true, "predicted steps");
+  for (uint32_t k = SHARES; !status && k-- > 0;)
+    if (predicted_ns[k] < predicted_ns[best] ||
+        (predicted_ns[k] == predicted_ns[best] && k > best && predicted_ns[k] != UINT64_MAX))
+      best = k;
+  if (!status) {
+    gmi_log(m, GEMINI_LOG_INFO,
+            "group %u: %u of %u parts of the free frames hold what is gathered, predicted step %.6f s", group, best,
+            SHARES - 1, (double)predicted_ns[best] * 1e-9);
+    *plan = plans[best];
+    plans[best] = before;
+  }
+  for (uint32_t k = 0; k < SHARES; k++) gmi_gather_plan_free(&plans[k]);
+  return status;
+}
+
+gemini_status_t gmi_gathers_choose(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  const record_t *r = g->ended_new ? &g->kinds[g->ended].record : &g->record;
+  numbered_t n[GMI_GROUPS] = { 0 };
+  gemini_status_t status = number_groups(m, r, n);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (n[i].own && g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i))
+      status = choose(m, g, r, n, i, trace);
+  numbers_free(n);
+  fill_gathered(&g->kinds[g->ended], r, trace);
+  return status;
 }

@@ -28,6 +28,11 @@ void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
  * iteration; gets the frames that gathered parameters take from now on in each of its operators. PEER: another rank has
  * used other chunks. */
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* After gmi_gathers_end(): is it time to choose how many frames hold what the iteration's kind gathers, as an arena is
+ * GEMINI_ZERO_AUTO? If so, all ranks of its group choose. trace: of the iteration, with its times; as of
+ * gmi_gathers_end(). Blocks. */
+bool gmi_gathers_choice_due(gmi_manager_t *m, const struct gmi_gathers *g);
+gemini_status_t gmi_gathers_choose(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
 /* After gmi_gathers_end(), until the next iteration begins: lists the gathers of further iterations of this kind in a
  * trace that has the operators of the iteration. */
 gemini_status_t gmi_gathers_list(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);

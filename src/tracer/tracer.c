@@ -348,6 +348,21 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   (void)m;
 }
 
+/* Gives the record the times that a plan of it needs: the variant's if the iteration followed it to the end, else its
+ * own; 1 ns stands for an unknown one. */
+static void time_record(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const variant_t *v = gmi_tracer_active_variant(t);
+  const bool whole = v && t->record.op_count == v->trace.op_count && t->record.update_count == v->trace.update_count;
+  gmi_tracer_resolve(m, true);
+  for (uint32_t i = 0; i < t->record.op_count; i++) {
+    const bool known = i < t->resolved && t->durations[i] != UINT64_MAX;
+    t->record.ops[i].compute_ns = whole ? v->trace.ops[i].compute_ns : known ? t->durations[i] : 1;
+  }
+  t->record.outside_ns = whole ? v->trace.outside_ns : 0;
+  gmi_trace_measure(m, &t->record);
+}
+
 /* Closes the iteration. If it followed the active variant to its end, that variant's times are updated. Otherwise it
  * was a known, shorter variant or becomes a new one. Then, after warm-up, makes the variant's plan if it has none,
  * makes it again once its times under a plan are known, and later only updates the prediction. */
@@ -357,6 +372,11 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
   gemini_status_t left = gmi_gathered_leave(m, true);
   if (!left) left = gmi_gathers_end(m, t->gathers, &t->record);
+  const bool chooses = !left && gmi_gathers_choice_due(m, t->gathers);
+  if (chooses) {
+    time_record(m);
+    left = gmi_gathers_choose(m, t->gathers, &t->record);
+  }
   if (left) return left;
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
@@ -397,7 +417,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
-  if (v->bundle.made ? whole && v->planned_runs == SETTLE_RUNS : !v->refused) {
+  if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
     return left ? left : gmi_tracer_variant_plan(m, v);
   }

@@ -160,6 +160,51 @@ static void test_ranks_agree_on_the_frames_of_each_operator(void) {
   run(&(shape_t){ .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 9 }, trains_uneven_peaks);
 }
 
+/* ---- ZERO_AUTO */
+/* Each chunk is used on the way there and on the way back. */
+static void there_and_back(rank_t *k) {
+  for (uint32_t i = 0; i < 2 * CHUNKS; i++) {
+    char name[16];
+    const uint64_t chunk = i < CHUNKS ? i : 2 * CHUNKS - 1 - i;
+    gemini_access_t use = world_part(k->param, chunk * WORLD_CHUNK, WORLD_CHUNK, GEMINI_READ, DEVICE);
+    snprintf(name, sizeof name, "op %u", i);
+    CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+    CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK(world_reads(use.ptr, chunk * WORLD_CHUNK, WORLD_CHUNK, 7));
+    CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_op_end(k->w.mgr));
+  }
+}
+/* With 9 frames, one for the operator: half of the other 8 keep 5 chunks. */
+static void trains_there_and_back(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * (CHUNKS + 3));
+}
+static void trains_on_stage_1(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), ITERATIONS * CHUNKS);
+}
+static void trains_with_choice(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * CHUNKS);
+}
+static void trains_with_choice_of_one(rank_t *k) {
+  void *ptr;
+  if (k->rank == 1) CHECK_OK(gemini_alloc(k->w.mgr, 6 * WORLD_CHUNK, k->w.stream, &ptr));
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * (CHUNKS + CHUNKS - 3)); /* 3 frames on all ranks */
+  if (k->rank == 1) CHECK_OK(gemini_free(k->w.mgr, ptr, k->w.stream));
+}
+/* Nothing else wants the frames, so keeping all is the shortest step: the traffic of ZeRO 1 in the storage of ZeRO 3. */
+static void test_auto_gathers_as_seldom_as_the_best_stage(void) {
+  for (uint32_t ranks = 2; ranks <= 4; ranks++) {
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_STATES, .device_chunks = 9 }, trains_on_stage_1);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 9 }, trains_there_and_back);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_AUTO, .device_chunks = 9 }, trains_with_choice);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_AUTO, .device_chunks = 9 }, trains_with_choice_of_one);
+  }
+}
+
 /* ---- a training step: what the plan says of bytes is what the group moves */
 typedef struct {
   rank_t *k;
@@ -263,9 +308,9 @@ static void trains_by_plan(rank_t *k) {
 }
 static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
   for (uint32_t ranks = 2; ranks <= 4; ranks++)
-    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++)
+    for (uint32_t stage = GEMINI_ZERO_AUTO; stage <= GEMINI_ZERO_PARAMS; stage++)
       for (uint64_t chunks = 20; chunks <= 80; chunks += 20)
-        if (chunks > 20 || stage == GEMINI_ZERO_PARAMS)
+        if (chunks > 20 || stage == GEMINI_ZERO_PARAMS || stage == GEMINI_ZERO_AUTO)
           run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
 }
 
@@ -275,6 +320,7 @@ int main(void) {
   RUN(test_peaks_at_different_times_of_an_operator_do_not_add_up);
   RUN(test_what_stays_is_not_gathered_before_its_room_is_free);
   RUN(test_ranks_agree_on_the_frames_of_each_operator);
+  RUN(test_auto_gathers_as_seldom_as_the_best_stage);
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
   return check_done();
 }
