@@ -21,6 +21,7 @@
 #include "base/abi.h"
 #include "base/clock.h"
 #include "base/thread.h"
+#include "chunk/residency.h"
 #include "core/streams.h"
 #include "gemini/group.h"
 
@@ -327,6 +328,7 @@ static gemini_status_t group_close(gmi_manager_t *m, gemini_group_t handle) {
   if (g->arenas)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas are sharded over the group: destroy them first", g->arenas);
   if (g->exchanging) return gmi_fail(GEMINI_ERR_BUSY, 0, "an exchange of the group is under way");
+  gmi_forget_collectives(m, g);
   m->groups.at[g->index] = NULL;
   (void)gmi_stream_end(m, g->gather_stream);
   (void)gmi_stream_end(m, g->reduce_stream);
@@ -421,7 +423,11 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .gathered_bytes = g->gathered_bytes,
                                  .reduced_chunks = g->reduced_chunks,
                                  .fetched_bytes = g->fetched_bytes,
-                                 .stored_bytes = g->stored_bytes };
+                                 .stored_bytes = g->stored_bytes,
+                                 .reduced_bytes = g->reduced_bytes,
+                                 .planned_gathered_bytes = g->planned.gathered,
+                                 .planned_reduced_bytes = g->planned.reduced,
+                                 .planned_fetched_bytes = g->planned.fetched };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {

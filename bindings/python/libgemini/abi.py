@@ -329,6 +329,10 @@ class GroupStats(_Sized):
         ("reduced_chunks", c_uint64),
         ("fetched_bytes", c_uint64),
         ("stored_bytes", c_uint64),
+        ("reduced_bytes", c_uint64),
+        ("planned_gathered_bytes", c_uint64),
+        ("planned_reduced_bytes", c_uint64),
+        ("planned_fetched_bytes", c_uint64),
     ]
 
 
