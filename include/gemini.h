@@ -95,6 +95,8 @@
  * - The *plan* says which chunks to fetch and to evict before which operator. It is made from the record of an
  *   iteration. A chunk that the plan has not fetched is fetched *on demand*, by the acquire itself.
  *
+ * Pages named docs/... are part of the source, and of an installation, in share/doc/gemini.
+ *
  * Conventions, valid for every declaration of this library:
  * - A function that can fail returns gemini_status_t: GEMINI_OK or a negative GEMINI_ERR_*. A failed call has changed
  *   nothing and leaves its results, named *_out, untouched. gemini_last_error() tells the thread what went wrong.
@@ -247,7 +249,13 @@ enum {
 };
 enum { GEMINI_LOG_ERROR = 1, GEMINI_LOG_WARNING = 2, GEMINI_LOG_INFO = 3, GEMINI_LOG_DEBUG = 4 };
 enum {
-  GEMINI_CONFIG_STRICT = 1 /* unmap an evicted chunk at once, after its users, so that an access too late faults */
+  GEMINI_CONFIG_STRICT = 1, /* unmap an evicted chunk at once, after its users, so that an access too late faults */
+  GEMINI_CONFIG_EXPLAIN_FAULTS = 2 /* simulated device only: a handler of SIGSEGV, which the library installs in the
+                                      process while such managers are open, writes to stderr which arena and tensor an
+                                      access that faults was to, and whether its chunk is acquired. Then the handler
+                                      that was there before gets the signal, or the default action is taken. With
+                                      STRICT every access to a chunk that has left the device faults; one to a chunk
+                                      that is still there faults never. A CUDA device: GEMINI_ERR_UNSUPPORTED */
 };
 
 /** Receives one log message. It is called from any thread, never while the library holds a lock, and must not call the
@@ -295,8 +303,8 @@ typedef struct gemini_config {
  *  @param mgr_out  transferred to the caller; end with gemini_manager_close()
  *  @retval GEMINI_ERR_INVALID  a field is out of range; log_fn is NULL and GEMINI_LOG in the environment is none of its
  *           values; or 64 managers are open
- *  @retval GEMINI_ERR_UNSUPPORTED  this build or machine does not have the device; or file_engine is
- *           GEMINI_FILE_ENGINE_URING, and io_uring cannot be set up
+ *  @retval GEMINI_ERR_UNSUPPORTED  this build or machine does not have the device; or flags do not fit it; or
+ *           file_engine is GEMINI_FILE_ENGINE_URING, and io_uring cannot be set up
  *  @retval GEMINI_ERR_OOM_SYSTEM, GEMINI_ERR_IO  memory, addresses or files could not be reserved
  *  At most 64 managers exist at once. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out)
@@ -533,6 +541,8 @@ GEMINI_API gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tenso
  *  work with a name and a stream, such as a layer's forward. The library records which operators an iteration has, in
  *  their order, and what each acquires and allocates. From the record it makes a plan: which chunks to fetch and to
  *  evict before which operator. An iteration that departs from its plan is served on demand and gets a plan of its own.
+ *  Passes of other kinds, such as an evaluation (a forward pass alone), are iterations, too: each kind gets a plan of
+ *  its own. What is acquired outside iterations is served on demand and not recorded.
  *  Brackets may be set from any thread, one at a time.
  *  @{ */
 enum { GEMINI_PHASE_NONE = 0, GEMINI_PHASE_FORWARD = 1, GEMINI_PHASE_BACKWARD = 2, GEMINI_PHASE_UPDATE = 3 };
@@ -548,12 +558,17 @@ GEMINI_API gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) GEMINI_M
  *           that it lacks. The iteration has ended; the next ones are served on demand
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_iteration_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
-/** Sets the phase. It may change between operators.
+/** Sets the phase that the next operators are in. It may change between operators, and is GEMINI_PHASE_NONE again after
+ *  the iteration. The phase moves nothing and keeps nothing: it is one of the marks by which an operator is known again
+ *  (gemini_op_begin()), and it decides the state of a tensor that is released: HOLD_AFTER_FWD, HOLD_AFTER_BWD or HOLD.
+ *  A loop that never sets it works, and gets the same plan.
  *  @param phase  GEMINI_PHASE_*
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) GEMINI_MUST_CHECK;
-/** Opens an operator. Acquires and allocations until gemini_op_end() count as its own.
- *  @param name  1 to 127 bytes; copied. An operator should have the same name in every iteration
+/** Opens an operator. Acquires and allocations until gemini_op_end() count as its own. It is known again in the next
+ *  iterations by its place in their order, its name and its phase.
+ *  @param name  1 to 127 bytes; copied. An operator should have the same name in every iteration. Names may repeat
+ *           within an iteration: a loop over equal layers may use one name for all
  *  @param stream  where its work is queued
  *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is open already
  *  Since: 0.1 */
@@ -705,7 +720,8 @@ GEMINI_API gemini_status_t gemini_unpin(gemini_manager_t mgr, const gemini_acces
 /** @defgroup alloc Non-model memory
  *  Memory outside arenas, from the same budgets: activations, workspace, staging.
  *  @{ */
-/** Allocates device memory, aligned to 512 bytes. If the budget is full, chunks are evicted.
+/** Allocates device memory, aligned to 512 bytes. If the budget is full, chunks are evicted. The bytes are undefined:
+ *  whatever was there before. (Those of arenas read as zero until they are written.)
  *  @param ptr_out  transferred to the caller; end with gemini_free(). Work queued on stream may use it
  *  @retval GEMINI_ERR_OOM_DEVICE  nothing more can be evicted; the message says what holds the memory
  *  Since: 0.1 */
@@ -808,7 +824,11 @@ typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 typedef gemini_status_t (*gemini_update_try_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
-  GEMINI_UPDATE_LATE = 1 /* return at once; each chunk is updated before its next use */
+  GEMINI_UPDATE_LATE = 1 /* return at once; each chunk is updated before its next use. For the caller the update is done
+                            when the call returns: every later call sees updated bytes, and gradients may be zeroed or
+                            written for the next step, as that waits for the chunk's update, too. What remains: user
+                            stays borrowed (or has user_bytes), the uses pay for what is not updated yet, and a failure
+                            is reported by them and by gemini_update_wait() */
 };
 typedef struct gemini_update_s {
   uint32_t struct_size;         /* bytes; set by GEMINI_UPDATE_INIT */

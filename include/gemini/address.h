@@ -1,4 +1,4 @@
-/* Device addresses: where one lies. SPDX-License-Identifier: Apache-2.0
+/* Device addresses: where one lies, and what is there. SPDX-License-Identifier: Apache-2.0
  *
  * The bytes of an arena keep their device addresses as long as the arena exists, so a program may keep pointers and no
  * handles: gemini_arena_take_pointer() returns one, gemini_address_access() of gemini.h names bytes by one, and the
@@ -33,6 +33,18 @@ typedef struct gemini_location {
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_locate(gemini_manager_t mgr, const void *address, gemini_location_t *location_out)
     GEMINI_MUST_CHECK;
+/** Writes in words, for people, what is at an address: which arena, tensors and chunk, where the chunk's bytes are, and
+ *  who has acquired the byte; or that it is host memory of a chunk, non-model memory, or no memory of this manager. The
+ *  text always ends with a NUL. GEMINI_CONFIG_EXPLAIN_FAULTS says the like about an access that faults.
+ *  @param address  any value; it is not followed
+ *  @param size_bytes  room in text_out, with the NUL; 0 to ask for the length
+ *  @param text_out  receives the text; may be NULL with size_bytes 0
+ *  @param length_out  bytes that the text has without the NUL; may be NULL
+ *  @retval GEMINI_ERR_INVALID  text_out is NULL and size_bytes is not 0
+ *  @retval GEMINI_ERR_OOM_SYSTEM  there is no memory for the text
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_explain_address(gemini_manager_t mgr, const void *address, uint64_t size_bytes,
+                                                  char *text_out, uint64_t *length_out) GEMINI_MUST_CHECK;
 /** @} */
 
 #ifdef __cplusplus

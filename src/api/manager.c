@@ -16,6 +16,7 @@
 #include "base/space.h"
 #include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "chunk/faults.h"
 #include "chunk/files.h"
 #include "chunk/graph.h"
 #include "chunk/group.h"
@@ -39,8 +40,11 @@ static gemini_status_t check_fraction(const char *name, double value) {
 /* Checks a configuration and replaces zeros by defaults. The values that depend on the device (chunk_bytes) are
  * checked by manager_open(). */
 static gemini_status_t config_check(gemini_config_t *c) {
-  if (c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_CONFIG_STRICT);
+  const uint32_t flags = GEMINI_CONFIG_STRICT | GEMINI_CONFIG_EXPLAIN_FAULTS;
+  if (c->flags & ~flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~flags);
+  if (c->flags & GEMINI_CONFIG_EXPLAIN_FAULTS && c->device != GEMINI_DEVICE_SIMULATED)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "flags has GEMINI_CONFIG_EXPLAIN_FAULTS, and device %u is not simulated",
+                    c->device);
   if (c->placement > GEMINI_PLACEMENT_STATIC)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "placement is %u, must be 0 to %d", c->placement, GEMINI_PLACEMENT_STATIC);
   if (c->device > GEMINI_DEVICE_CUDA)
@@ -93,6 +97,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
  * files, workers) end first, then all streams are drained, and only then the memory that queued work may access is
  * freed, the device last. */
 static void manager_free(gmi_manager_t *m) {
+  gmi_faults_close(m);
   gmi_updates_close(m);
   if (m->update.workers) gmi_workers_drain(m, "gemini_manager_close");
   gmi_files_close(m); /* before the workers close: transfers that end notify them */
@@ -214,6 +219,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_workers_open(m, config.update_threads);
   if (!status) status = gmi_updates_open(m);
   if (!status) status = gmi_watchdog_start(m);
+  if (!status) status = gmi_faults_open(m);
   gmi_unlock(m);
   if (status) {
     gmi_failure_t first;

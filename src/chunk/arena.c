@@ -21,6 +21,7 @@
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/data.h"
+#include "chunk/faults.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
@@ -353,6 +354,7 @@ static void arena_enter(gmi_manager_t *m, const order_t *o, gmi_arena_t *a) {
   else if (!gmi_arena_is_sharded(a)) m->stats.model_bytes += atomic_load(&a->size);
   a->generation = ++m->arenas.generations[a->index];
   atomic_store_explicit(&m->arenas.at[a->index], a, memory_order_release);
+  gmi_faults_arena_add(m, a);
 }
 
 static uint32_t index_free(gmi_manager_t *m, uint32_t from) {
@@ -475,6 +477,7 @@ static void arena_remove(gmi_manager_t *m, gmi_arena_t *a) {
   else if (!slices) m->stats.model_bytes -= atomic_load(&a->size);
   if (slices) gmi_group_at(m, a->shard.group)->arenas--;
   atomic_store_explicit(&m->arenas.at[a->index], NULL, memory_order_release);
+  gmi_faults_arena_remove(m, a);
   arena_free(m, a);
   if (slices) arena_remove(m, slices);
 }

@@ -147,6 +147,16 @@ bool gmi_lease_find(gmi_leases_t *leases, uint64_t object, gmi_lease_t *lease_ou
   return i < GMI_LEASE_TABLES;
 }
 
+void gmi_leases_each(gmi_leases_t *leases, void (*fn)(const gmi_lease_t *lease, void *user), void *user) {
+  for (int table = 0; table < GMI_LEASE_TABLES; table++) {
+    gmi_lease_table_t *l = &leases->tables[table];
+    pthread_mutex_lock(&l->lock);
+    for (uint64_t i = 0; l->used && i < l->capacity; i++)
+      if (l->entries[i].count) fn(&l->entries[i], user);
+    pthread_mutex_unlock(&l->lock);
+  }
+}
+
 static void drop_graph(gmi_lease_table_t *l, uint32_t graph_1) {
   pthread_mutex_lock(&l->lock);
   /* empty() can move an entry into index i, which this round has passed; the loop therefore repeats until a whole round

@@ -55,6 +55,8 @@ void gmi_lease_unclaim(gmi_leases_t *leases, const gmi_lease_key_t *key);
 void gmi_lease_end(gmi_leases_t *leases, const gmi_lease_key_t *key);
 /* Copies one lease of the object, or with object 0 of any object. Returns false if there is none. */
 bool gmi_lease_find(gmi_leases_t *leases, uint64_t object, gmi_lease_t *lease_out);
+/* Calls fn for every lease, with the lock of its table held. */
+void gmi_leases_each(gmi_leases_t *leases, void (*fn)(const gmi_lease_t *lease, void *user), void *user);
 /* Removes all leases that a graph's capture holds. */
 void gmi_lease_drop_graph(gmi_leases_t *leases, uint32_t graph_1);
 

@@ -329,6 +329,7 @@ typedef struct gmi_manager {
     gmi_arena_t *_Atomic at[GMI_ARENAS]; /* Atomic: stored (release) when the record is filled, loaded (acquire) */
     uint64_t generations[GMI_ARENAS];    /* of the latest arena with each index */
     uint32_t found;                      /* index of the arena that the last address lay in; may be gone */
+    bool explained;                      /* chunk/faults.c: the handler of SIGSEGV knows them */
   } arenas;
   struct {            /* chunk/arena.c */
     gmi_tensor_t *at; /* address space for GMI_TENSORS; Constant */

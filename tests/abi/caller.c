@@ -185,6 +185,10 @@ static void register_all(void) {
   gemini_location_t *at = OUTPUT(gemini_location_t);
   OK(gemini_locate(mgr, (char *)taken + 100, at));
   FILLED(at, gemini_location_t);
+  char text[256];
+  uint64_t length;
+  OK(gemini_explain_address(mgr, taken, sizeof text, text, &length));
+  CHECK_SAYS(text, "arena: masters, offset 327680 of the 393216 bytes that are used\n");
   CHECK(at->arena == arena && !at->tensor && at->arena_offset_bytes == 5 * W + 100);
 #endif
   OK(gemini_tensor_counterpart(mgr, tensors[0], like, &other));

@@ -320,6 +320,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_stats_reset, mgr);
   REFUSED(HANDLE, says, gemini_manager_dump, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_stats_text, mgr, 0, NULL, &out.id);
+  REFUSED(HANDLE, says, gemini_explain_address, mgr, &out, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_plan_explain, mgr, 0, NULL, &out.id);
   REFUSED(HANDLE, says, gemini_trace_save, mgr, "/nowhere/trace");
   REFUSED(HANDLE, says, gemini_trace_load, mgr, "/nowhere/trace");
@@ -567,6 +568,7 @@ static void test_null_arguments_are_refused(void) {
           (void *)(uintptr_t)world_tensor_info(&bed.w, bed.o[0]).address, NULL);
   REFUSED(INVALID, "accesses is NULL|1", gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, NULL, 1);
   REFUSED(INVALID, "text_out is NULL|16", gemini_stats_text, mgr, 16, NULL, &out.id);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_explain_address, mgr, &out, 16, NULL, &out.id);
   const uint32_t rows[] = { 0, 1 };
   gemini_access_t table = world_part(bed.o[0], 0, 3 * W, READ, DEVICE), row[2];
   REFUSED(INVALID, "table is NULL", gemini_row_accesses, NULL, 64, 4, 2, rows, 2, row, &out.id);
@@ -841,7 +843,8 @@ static void test_statuses_have_words_of_their_own(void) {
 static void test_manager_config_out_of_range_is_refused(void) {
   bed_open();
   const uint64_t most = UINT64_C(1) << 46;
-  REFUSED_CONFIG(INVALID, "flags|0x2", c.flags = 2);
+  REFUSED_CONFIG(INVALID, "flags|0x4", c.flags = 4);
+  REFUSED_CONFIG(UNSUPPORTED, "EXPLAIN_FAULTS", c.flags = GEMINI_CONFIG_EXPLAIN_FAULTS, c.device = GEMINI_DEVICE_CUDA);
   REFUSED_CONFIG(INVALID, "flags|0x80000000", c.flags = UINT32_C(1) << 31 | GEMINI_CONFIG_STRICT);
   REFUSED_CONFIG(INVALID, "placement is 4|3", c.placement = 4);
   REFUSED_CONFIG(INVALID, "placement is 4294967295|3", c.placement = UINT32_MAX);

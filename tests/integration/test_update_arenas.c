@@ -215,6 +215,8 @@ static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
     CHECK_OK(sgd ? gemini_sgd_host(&rule, ELEMENTS, param, plain.grad, plain.master, plain.momentum, NULL)
                  : gemini_adamw_host(&adamw, ELEMENTS, param, plain.grad, plain.master, plain.momentum, plain.variance,
                                      NULL));
+    gemini_access_t all = world_whole(m.tensors[GRAD], 0, 0); /* after the update, which may have yet to run */
+    if (!on_device) CHECK_OK(gemini_zero(m.w.mgr, &all));
     memset(&adamw, 0xa5, sizeof adamw), memset(&rule, 0xa5, sizeof rule), memset(&arenas, 0xa5, sizeof arenas);
   }
   CHECK_OK(gemini_update_wait(m.w.mgr));

@@ -51,7 +51,7 @@ TIERS = ("device", "host", "file")
 FILE_ENGINES = {"auto": 0, "uring": 1, "threads": 2}
 PLACEMENTS = {"auto": 0, "cuda": 1, "cpu": 2, "static": 3}
 DEVICE_SIMULATED, DEVICE_CUDA = 0, 1
-CONFIG_STRICT = 1
+CONFIG_STRICT, CONFIG_EXPLAIN_FAULTS = 1, 2
 KIND_PARAM, KIND_GRAD, KIND_MASTER, KIND_MOMENTUM, KIND_VARIANCE, KIND_OTHER = range(6)
 OFFSET_NEXT = 2**64 - 1
 PHASE_NONE, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE = range(4)
@@ -430,6 +430,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "arena_take": [_M, _H, _U64, POINTER(_U64)],
     "arena_take_pointer": [_M, _H, _U64, POINTER(c_void_p)],
     "locate": [_M, c_void_p, POINTER(Location)],
+    "explain_address": [_M, c_void_p, _U64, c_char_p, POINTER(_U64)],
     "tensor_register": [_M, _H, c_char_p, _U64, _U64, POINTER(_H)],
     "tensor_unregister": [_M, _H],
     "tensor_find": [_M, c_char_p, POINTER(_H)],
