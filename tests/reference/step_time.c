@@ -123,7 +123,7 @@ typedef struct program {
   uint32_t *before;            /* [piece_count] */
   uint32_t fetch_at, evict_at; /* in the plan */
   uint8_t *resident;
-  /* of groups: the last gather of each for each op; the last sum into, and fetch of, each chunk; each group's last
+  /* of groups: the last gather of each for each op; the last sum of each into, and fetch of, each chunk; each group's last
    * gather and sum; the stage of each op in this iteration */
   uint32_t *gathered, *summed, *came, *gather, *sum, *op_stage;
 } program_t;
@@ -197,7 +197,7 @@ static void add_sums(program_t *s, uint32_t op) {
     add_wait(&s->g, s->stage);
     s->sum[c->group] = sum;
     for (uint32_t k = 0; k < c->part_count; k++) {
-      s->summed[c->parts[k]] = sum;
+      s->summed[c->parts[k] * s->in->groups.group_count + c->group] = sum;
       if (s->resident[c->parts[k]]) continue;
       uint32_t node = add_node(&s->g, part_ns(s->in, s->in->evict_ns, c->part_bytes[k]), NONE);
       add_wait(&s->g, s->evict);
@@ -215,7 +215,8 @@ static void add_stage(program_t *s, uint64_t ns, uint32_t arrival, uint32_t fram
   } else {
     const uint32_t p = arrival - s->in->op_count;
     for (uint32_t i = s->in->pieces[p].chunk_first; i < s->in->pieces[p + 1].chunk_first; i++)
-      add_wait(&s->g, s->summed[s->in->piece_chunks[i]]);
+      for (uint32_t group = 0; group < s->in->groups.group_count; group++)
+        add_wait(&s->g, s->summed[s->in->piece_chunks[i] * s->in->groups.group_count + group]);
   }
   add_wait(&s->g, s->stage);
   add_wait(&s->g, s->arrival[arrival]);
@@ -285,7 +286,7 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
   const uint32_t collectives = input->groups.gather_count + input->groups.sum_count;
   s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts + 3 * collectives);
-  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 3 * piece_chunks + 2 * input->piece_count +
+  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 4 * piece_chunks + 2 * input->piece_count +
                                 15 * collectives + input->op_count * (4 + input->frame_count));
   s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
   s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
@@ -298,7 +299,7 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   s.gathered = filled((uint64_t)input->op_count * input->groups.group_count, sizeof *s.gathered);
   s.came = filled(input->chunk_count, sizeof *s.came);
   s.op_stage = filled(input->op_count, sizeof *s.op_stage);
-  s.summed = filled(input->chunk_count, sizeof *s.summed);
+  s.summed = filled((uint64_t)input->chunk_count * input->groups.group_count, sizeof *s.summed);
   s.gather = filled(input->groups.group_count, sizeof *s.gather);
   s.sum = filled(input->groups.group_count, sizeof *s.sum);
   s.resident = filled(input->chunk_count, sizeof *s.resident);

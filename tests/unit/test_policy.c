@@ -860,6 +860,7 @@ static void check_events(bool groups) {
     i.input.placement = n % 3;
     i.input.pieces_apart = 0;
     if (groups) add_groups(&i, &seed);
+    if (n % 5 == 0) i.input.groups.gather_count = 0; /* sums alone */
     make(&i.input, &plan);
     if (step_time(&i.input, &plan, EVENT_ITERATIONS, 0, &length_ns)) {
       uint64_t busy_ns = plan.update_busy_ns;
