@@ -20,7 +20,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import checkpoint, tensorfile
+from libgemini.torch import checkpoint, slicerule, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 
@@ -112,11 +112,11 @@ def build(name, dtype="float32"):
     return made
 
 
-def rows(name, step, begin, end, length=LENGTH):
+def rows(name, step, begin, end, length=LENGTH, dtype=torch.float32):
     """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
     if name in ("branches", "parallel"):
-        ids = torch.randn(ROWS, WIDTH, generator=generator)
+        ids = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length]
     return {"input_ids": ids, "labels": ids}
@@ -127,7 +127,21 @@ def adamw(model, **more):
     return torch.optim.AdamW(model.parameters(), **{"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1, **more})
 
 
-def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, **inputs):
+def optimizer_of(model, name=None, **options):
+    """An optimizer of torch, whose options differ between matrices and vectors. Without a name: AdamW for all."""
+    if name is None:
+        return adamw(model)
+    params = list(model.parameters())
+    vectors = {"params": [param for param in params if param.dim() < 2], "lr": 0.5 * options["lr"]}
+    matrices = {"params": [param for param in params if param.dim() > 1]}
+    if name != "Rprop":
+        matrices["weight_decay"] = 0.1
+    return getattr(torch.optim, name)([matrices, vectors], **options)
+
+
+def steps(
+    model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, dtype=torch.float32, **inputs
+):
     """Trains on rows begin to end of each batch, in `micro` parts. Returns losses, and norms before and after
     clipping.
     """
@@ -135,7 +149,7 @@ def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, col
     for step in range(count):
         total, length = 0.0, (end - begin) // micro
         for first in range(begin, end, length):
-            loss = model(**rows(name, step, first, first + length, columns), **inputs)["loss"] / micro
+            loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -182,7 +196,17 @@ def state(model, optimizer):
 
 # ---- programs
 def training(
-    *, model, zero=3, memory="1MiB", dtype="float32", frozen=(), wrapped=False, branches=None, unit=None, **more
+    *,
+    model,
+    zero=3,
+    memory="1MiB",
+    dtype="float32",
+    frozen=(),
+    wrapped=False,
+    branches=None,
+    unit=None,
+    optimizer=None,
+    **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end."""
     rank, count = rank_and_count()
@@ -192,12 +216,14 @@ def training(
         made = build(model, dtype)
         for name, param in made.named_parameters():
             param.requires_grad_(not any(part in name for part in frozen))
-        made, optimizer = gm.prepare(made, adamw(made))
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
         if unit:
             gm.unit(made.get_submodule(unit))
         called = nn.parallel.DistributedDataParallel(made) if wrapped else made
-        out = steps(called, optimizer, model, **share(count, rank), **inputs, **more)
-        out["stats"] = opened.manager.group_stats(opened.ranks.group)
+        dtype = getattr(torch, dtype)
+        out = steps(called, optimizer, model, **share(count, rank), dtype=dtype, **inputs, **more)
+        if opened.ranks:
+            out["stats"] = opened.manager.group_stats(opened.ranks.group)
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
         return {**out, "state": state(made, optimizer)}
 
@@ -298,12 +324,12 @@ def resumed(*, model, zero=3):
         return {**steps(made, optimizer, model, **share(count, rank), count=2), "state": state(made, optimizer)}
 
 
-def saving(*, folder, model, count, dies=False):
+def saving(*, folder, model, count, dies=False, optimizer=None):
     """Trains and saves a checkpoint. dies: rank 1 is killed while it writes its slices of the second one."""
     rank, ranks = rank_and_count()
     with session(deadline=4.0 if dies else 60.0):
         made = build(model)
-        made, optimizer = gm.prepare(made, adamw(made))
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
         out = steps(made, optimizer, model, **share(ranks, rank), count=count)
         gm.save(folder, made, optimizer, extra={"step": count})
         if dies:
@@ -314,7 +340,7 @@ def saving(*, folder, model, count, dies=False):
         return {**out, "state": state(made, optimizer), "folder": folder}
 
 
-def loading(*, folder, model, count):
+def loading(*, folder, model, count, optimizer=None):
     """Loads a checkpoint into a model of other values, and goes on for `count` steps."""
     rank, ranks = rank_and_count()
     with session():
@@ -322,7 +348,7 @@ def loading(*, folder, model, count):
         with torch.no_grad():
             for param in made.parameters():
                 param.fill_(float("nan"))
-        made, optimizer = gm.prepare(made, adamw(made))
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
         extra = gm.load(folder, made, optimizer)
         loaded = state(made, optimizer)
         return {**steps(made, optimizer, model, **share(ranks, rank), count=count), "state": loaded, "extra": extra}
@@ -433,8 +459,8 @@ def refusals():
         made.transformer.wpe.weight.grad = torch.ones_like(made.transformer.wpe.weight)
         refused("gradient before", lambda: gm.prepare(made, adamw(made)))
         made.zero_grad()
-        refused("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), 0.1)))
-        refused("amsgrad", lambda: gm.prepare(made, adamw(made, amsgrad=True)))
+        refused("adafactor", lambda: gm.prepare(made, torch.optim.Adafactor(made.parameters())))
+        refused("another class", lambda: gm.prepare(made, type("Mine", (torch.optim.SGD,), {})(made.parameters())))
         refused("early", lambda: gm.prepare(made, adamw(made), step_in_backward=True))
         made, optimizer = gm.prepare(made, adamw(made))
         refused("second", lambda: gm.prepare(made, adamw(made)))
@@ -443,8 +469,27 @@ def refusals():
         refused("read", lambda: weight.grad[0, 0].item())
         refused("write", lambda: weight.grad.add_(1.0))
         refused("assign", lambda: setattr(weight, "grad", torch.zeros(weight.shape)))
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
+        refused("options", optimizer.step)
+        optimizer.param_groups[0]["lr"] = 1e-3
         optimizer.step()
         refused("state", lambda: optimizer.state[weight]["exp_avg"])
+    with session():
+        made = build("branches")
+        made, optimizer = gm.prepare(made, optimizer_of(made, "NAdam", lr=1e-3))
+        steps(made, optimizer, "branches", **share(count, rank), count=1)
+        state = optimizer.state[made.last.weight]
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", "mu_product", "step"] and state["step"] == 1.0
+        refused("sliced state", lambda: state["exp_avg"])
+        refused("set state", lambda: optimizer.state.update({made.last.weight: {"step": 1.0}}))
+        optimizer.state.clear()
+        assert not optimizer.state and not optimizer.state_dict()["state"]
+        if rank == 1:
+            optimizer.rule.call = None
+        try:
+            steps(made, optimizer, "branches", **share(count, rank), count=1)
+        except (gm.GeminiError, TypeError) as error:
+            out["failed"] = str(error)
     return out
 
 
@@ -457,6 +502,7 @@ def outcome_of(program, arguments):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    slicerule.PIECE_ELEMENTS = 1000  # so that parameters are updated in several parts
     program, path, arguments = sys.argv[1:]
     torch.save(outcome_of(program, json.loads(arguments)), path)
     os._exit(0)  # another rank may have ended: nothing is said to it

@@ -1,6 +1,7 @@
 """Prepared optimizers, which have torch's interface and update each parameter where it is.
 
-adamw.py has the steps of AdamW and Adam, torchrule.py those of all other classes. States are in arenas.
+adamw.py has the steps of AdamW and Adam, torchrule.py those of all other classes, and slicerule.py those on several
+ranks. States are in arenas.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,6 +22,7 @@ from .adamw import AdamwRule, fused_rule
 from .arenas import Place
 from .brackets import level_of_caller
 from .internals import plain as _plain
+from .slicerule import slice_rule
 from .states import States, copies
 from .tensors import ManagedTensor
 from .torchrule import TorchRule
@@ -63,7 +65,9 @@ class Optimizer(torch.optim.Optimizer):
         self.session = session
         self.inner = inner
         self.records = self.find(inner.param_groups)
-        rule: typing.Any = fused_rule(session, inner) or TorchRule(session, inner)
+        rule: typing.Any = fused_rule(session, inner)
+        if rule is None:
+            rule = slice_rule(session, inner) if session.ranks else TorchRule(session, inner)
         initial = {}
         if rule.by_parameter:
             if any(float(state.get("step", 1)) for state in inner.state.values()):
@@ -76,17 +80,10 @@ class Optimizer(torch.optim.Optimizer):
         for hooks in _HOOKS:
             setattr(self, hooks, getattr(inner, hooks))
         self.rule = rule
-        if session.ranks and (step_in_backward or session.rules or not isinstance(rule, AdamwRule)):
-            what = (
-                "step_in_backward"
-                if step_in_backward
-                else "a second optimizer"
-                if session.rules
-                else f"{type(inner).__name__} (or an option of it)"
-            )
+        if session.ranks and (step_in_backward or session.rules):
             raise GeminiError(
-                f"{what} is not supported on several ranks: want one torch.optim.AdamW or Adam, without amsgrad or "
-                "maximize"
+                f"{'step_in_backward' if step_in_backward else 'a second optimizer'} is not supported on several "
+                "ranks: want one optimizer, which makes its step after the backward pass"
             )
         if step_in_backward and not isinstance(self.rule, AdamwRule):
             raise GeminiError(
@@ -265,6 +262,8 @@ class Optimizer(torch.optim.Optimizer):
                     )
                 record.spent = False
             session.renew_masters()
+            if session.ranks:
+                session.ranks.check_options(self.param_groups)
             going = self.unscale()
             if going and self.rule.by_parameter:
                 self.rule.step(self.param_groups)

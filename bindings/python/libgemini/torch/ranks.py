@@ -384,6 +384,20 @@ class Ranks:
         return torch.tensor(out.value * record.scale, dtype=torch.float32, device=session.device)
 
     # ---- steps
+    def check_options(self, groups: typing.Sequence[dict[str, typing.Any]]) -> None:
+        """Raises GeminiError unless the options of an optimizer, such as its learning rate, are the same on all
+        ranks.
+        """
+        self.check_layout(
+            "options of the optimizer",
+            [
+                f"{key}={value} in group {number}"
+                for number, group in enumerate(groups)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            ],
+        )
+
     def present(self, records: typing.Sequence[Record]) -> set[Record]:
         """The records whose gradient some rank has made, which a step updates."""
         self.taken = True

@@ -1,6 +1,7 @@
-"""What the rules that make an optimizer's steps have in common: TorchRule in torchrule.py and AdamwRule in adamw.py.
+"""What the rules that make an optimizer's steps have in common: TorchRule in torchrule.py, SliceRule in
+slicerule.py and AdamwRule in adamw.py.
 
-Both have these methods for states. Names are those of torch, and "master" for the fp32 copy of a 16-bit parameter:
+All have these methods for states. Names are those of torch, and "master" for the fp32 copy of a 16-bit parameter:
 
     let_go(record): Another rule takes over the parameter. Its states end and are freed, except the fp32 copy.
     states(record): By name, the place of a state, or the value of a state that is not in an arena.
