@@ -83,6 +83,7 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "zero 1": ("training", {**CLIPPED, "zero": 1}),
     "zero 2": ("training", {**CLIPPED, "zero": 2}),
     "zero 3": ("training", {**CLIPPED, "zero": 3}),
+    "zero auto": ("training", {**CLIPPED, "zero": "auto"}),
     "llama": ("training", {"model": "llama", "clip": 0.5}),
     "t5": ("training", {"model": "t5", "clip": 0.01}),
     "mixtral": ("training", {"model": "mixtral", "clip": 0.5}),
@@ -304,7 +305,7 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
 
 def test_what_is_refused(outcomes):
     wanted = {
-        "zero": "zero is 4: want 1, 2 or 3",
+        "zero": 'zero is 4: want 1, 2, 3 or "auto"',
         "sgd": "SGD",
         "amsgrad": "AdamW",
         "early": "step_in_backward is not supported",
