@@ -15,6 +15,7 @@
 #include "common/cli.h"
 #include "common/row.h"
 #include "min_fetch.h"
+#include "model/plan_ranks.h"
 #include "policy/policy.h"
 #include "tracer/tracer.h"
 
@@ -250,16 +251,80 @@ static void free_trace(trace_t *t) {
   free(t->kind);
 }
 
+/* ---- many ranks ---- */
+static int plan_of_ranks(const plan_ranks_config_t *c) {
+  plan_ranks_t p;
+  row_t row;
+  char error[256], name[64];
+  if (!plan_ranks_make(c, &p, error, sizeof error)) {
+    fprintf(stderr, "bench_plan: no plan for %s on %" PRIu64 " ranks: %s\n", c->shape.name, c->ranks, error);
+    plan_ranks_free(&p);
+    return CLI_EXIT_FAILURE;
+  }
+  const uint64_t compute_ns = p.plan.compute_ns;
+  const struct {
+    const char *name;
+    uint64_t ns;
+  } terms[] = { { "compute", compute_ns },
+                { "copies to the device", p.plan.fetch_busy_ns },
+                { "copies to the host", p.plan.evict_busy_ns },
+                { "updates on the host", p.plan.update_busy_ns },
+                { "gathers", p.plan.gather_busy_ns },
+                { "sums", p.plan.sum_busy_ns } };
+  uint32_t binds = 0;
+  for (uint32_t i = 1; i < sizeof terms / sizeof *terms; i++)
+    if (terms[i].ns > terms[binds].ns) binds = i;
+  snprintf(name, sizeof name, "llama-%s-%s-%" PRIu64 "x%" PRIu64, c->shape.name, c->hybrid ? "hybrid" : "full",
+           c->hosts, c->ranks / c->hosts);
+  row_begin(&row, "plan", name);
+  row_rounded(&row, "value", (double)p.plan.predicted_ns * 1e-9, 4);
+  row_text(&row, "unit", "s");
+  row_u64(&row, "ranks", c->ranks);
+  row_u64(&row, "hosts", c->hosts);
+  row_text(&row, "sharding", c->hybrid ? "hybrid" : "full");
+  row_u64(&row, "params", p.params);
+  row_u64(&row, "tokens", c->tokens * c->ranks);
+  row_rounded(&row, "plan_seconds", p.plan_seconds, 6);
+  row_u64(&row, "moved_bytes", p.plan.fetch_count * p.input.link_bytes);
+  row_u64(&row, "optimum_bytes", p.plan.optimum_count * p.input.link_bytes);
+  row_u64(&row, "gathered_bytes", p.plan.traffic->gathered);
+  row_u64(&row, "reduced_bytes", p.plan.traffic->summed);
+  row_u64(&row, "slices_fetched_bytes", p.plan.traffic->fetched);
+  row_u64(&row, "rank_bytes", p.rank_bytes);
+  row_u64(&row, "device_budget", c->device_bytes);
+  row_u64(&row, "gathered_share", p.share);
+  row_u64(&row, "pieces", p.input.piece_count);
+  row_u64(&row, "device_pieces", p.plan.device_piece_count);
+  row_rounded(&row, "predicted_seconds", (double)p.plan.predicted_ns * 1e-9, 4);
+  row_rounded(&row, "bound_seconds", (double)terms[binds].ns * 1e-9, 4);
+  row_text(&row, "binds", terms[binds].name);
+  row_rounded(&row, "compute_seconds", (double)compute_ns * 1e-9, 4);
+  row_rounded(&row, "gather_seconds", (double)p.plan.gather_busy_ns * 1e-9, 4);
+  row_rounded(&row, "sum_seconds", (double)p.plan.sum_busy_ns * 1e-9, 4);
+  plan_ranks_free(&p);
+  return row_end(&row) ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
+}
+
 /* ---- main ---- */
 
 /* The reference takes time in proportion to accesses x stages, or more, so it runs only on small traces. */
 #define REFERENCE_LIMIT UINT64_C(20000000)
 
 int main(int argc, char **argv) {
+  static const char *const shardings[] = { "full", "hybrid", NULL };
   static const char *const policies[] = { "auto", "cuda", "cpu", NULL };
   static const uint32_t placements[] = { GEMINI_PLACEMENT_AUTO, GEMINI_PLACEMENT_CUDA, GEMINI_PLACEMENT_CPU };
   uint64_t ops = 10000, tensors = 100000, frames = 0, runs = 3, device_bytes = 0, chunk_bytes = 0;
-  uint32_t policy = 0;
+  uint32_t policy = 0, size = 0;
+  plan_ranks_config_t many = { .tokens = 16384,
+                               .host_bytes = UINT64_C(2) << 40,
+                               .operations = UINT64_C(600000000000000),
+                               .memory_rate = UINT64_C(4000000000000),
+                               .copy_rate = UINT64_C(40000000000),
+                               .inside_rate = UINT64_C(300000000000),
+                               .between_rate = UINT64_C(50000000000),
+                               .host_rate = UINT64_C(200000000000),
+                               .latency_ns = 30000 };
   const char *trace_path = NULL;
   bool explain = false;
   const cli_option_t options[] = {
@@ -274,12 +339,36 @@ int main(int argc, char **argv) {
       NULL },
     { "chunk-size", CLI_SIZE, &chunk_bytes, "its chunk size, a power of two; default: as recorded", 65536,
       UINT64_C(1) << 30, NULL },
+    { "ranks", CLI_U64, &many.ranks, "instead, plan a step of one of so many ranks that train a LLaMA", 1, 65536,
+      NULL },
+    { "hosts", CLI_U64, &many.hosts, "machines of these ranks; default: one for 8", 1, 65536, NULL },
+    { "size", CLI_CHOICE, &size, "the LLaMA", 0, 0, plan_ranks_names },
+    { "sharding", CLI_CHOICE, &many.hybrid, "over all ranks, or inside each host with copies on the others", 0, 0,
+      shardings },
+    { "tokens", CLI_U64, &many.tokens, "of a rank's step", 1, UINT64_C(1) << 30, NULL },
+    { "host-mem", CLI_SIZE, &many.host_bytes, "of a host", 1, 0, NULL },
+    { "gpu-operations", CLI_U64, &many.operations, "a second, of matrix products", 1, 0, NULL },
+    { "gpu-memory-rate", CLI_SIZE, &many.memory_rate, "of a GPU, bytes/s", 1, 0, NULL },
+    { "copy-rate", CLI_SIZE, &many.copy_rate, "of a GPU's copies, each way, bytes/s", 1, 0, NULL },
+    { "inside-rate", CLI_SIZE, &many.inside_rate, "from a GPU to the others of its host, bytes/s", 1, 0, NULL },
+    { "between-rate", CLI_SIZE, &many.between_rate, "from a GPU to other hosts, bytes/s", 1, 0, NULL },
+    { "host-rate", CLI_SIZE, &many.host_rate, "of a host's memory in updates, bytes/s", 1, 0, NULL },
+    { "latency-ns", CLI_U64, &many.latency_ns, "of a gather or a sum", 0, UINT64_C(1000000000), NULL },
     { "explain", CLI_FLAG, &explain, "also print the plan in words, on standard error", 0, 0, NULL },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
   };
   int usage = cli_parse("bench_plan", "Measures the time, memory and quality of plans.", options, argc, argv);
   if (usage >= 0) return usage;
   uint32_t placement = placements[policy];
+  if (many.ranks != 0) {
+    if (many.hosts == 0) many.hosts = (many.ranks + 7) / 8;
+    many.shape = plan_ranks_shapes[size];
+    many.device_bytes = device_bytes != 0 ? device_bytes : UINT64_C(128) << 30;
+    many.chunk_bytes = chunk_bytes != 0 ? chunk_bytes : UINT64_C(64) << 20;
+    if (many.ranks % many.hosts == 0) return plan_of_ranks(&many);
+    cli_error("bench_plan", "--ranks %" PRIu64 " is not a multiple of --hosts %" PRIu64, many.ranks, many.hosts);
+    return CLI_EXIT_USAGE;
+  }
 
   trace_t t = { 0 };
   char error[512] = "out of memory, for the trace", name[96];

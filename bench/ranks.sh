@@ -126,10 +126,10 @@ compare() { # RANKS ZERO BUDGET CLIP
   gathered=$(field "$f" gathered_chunks) first=$(field "$f" gathered_chunks_first_step)
   reduced=$(field "$f" reduced_chunks) bytes=$(field "$f" gathered_bytes)
   fetched=$(field "$f" slices_fetched_bytes) stored=$(field "$f" slices_stored_bytes)
-  printf '%5d %4d %6s %6s %-16s %9d %9d %12d %12d\n' "$ranks" "$zero" "$budget" "$clip" \
+  printf '%5d %4s %6s %6s %-16s %9d %9d %12d %12d\n' "$ranks" "$zero" "$budget" "$clip" \
     "$(field "$f" params_hash | tr -d '"')" "$gathered" "$reduced" "$bytes" "$fetched"
   compared=$((compared + 1))
-  [[ $(field "$f" ranks) == "$ranks" && $(field "$f" zero) == "$zero" ]] || wrong "$name: not what ran"
+  [[ $(field "$f" ranks) == "$ranks" && $(field "$f" zero | tr -d '"') == "$zero" ]] || wrong "$name: not what ran"
   [[ -n $(field "$f" params_hash) && $(field "$f" params_hash) == "$(field "$reference" params_hash)" ]] ||
     wrong "$name: parameters differ from the reference"
   [[ -n $(field "$f" losses_hash) && $(field "$f" losses_hash) == "$(field "$reference" losses_hash)" ]] ||
@@ -142,16 +142,21 @@ compare() { # RANKS ZERO BUDGET CLIP
   (($(field "$f" device_peak) <= $(field "$f" device_budget))) || wrong "$name: peak above budget"
   ((interrupted)) && return
   # Every number is the sum over the ranks.
-  local expected_first=$((ranks * (zero == 3 ? used : chunks))) expected_later=$((ranks * (steps - 1) * chunks))
+  local each=$chunks
+  [[ $zero != [12] ]] && each=$used
+  local expected_first=$((ranks * each)) expected_later=$((ranks * (steps - 1) * chunks))
   ((first == expected_first)) || wrong "$name: gathered $first chunks in the first step, expected $expected_first"
-  if ((zero < 3)) || [[ $budget == 100% ]]; then
+  if [[ $zero == [12] || $zero-$budget == 3-100% ]]; then
     ((gathered - first == expected_later)) ||
       wrong "$name: gathered $((gathered - first)) chunks after the first step, expected $expected_later"
   else # chunks that leave for others are gathered again
     ((gathered - first >= expected_later)) || wrong "$name: gathered fewer chunks than a step uses"
+    ((gathered - first <= ranks * (steps - 1) * used)) || wrong "$name: gathered more chunks than operators use"
   fi
   # A rank gets from the others what it does not keep: (ranks - 1) / ranks of each chunk, on average.
   ((bytes == gathered * (ranks - 1) * chunk / ranks)) || wrong "$name: gathered $bytes bytes"
+  (($(field "$f" reduced_bytes) == reduced * (ranks - 1) * chunk / ranks)) || wrong "$name: bytes of sums"
+  (($(field "$f" planned_reduced_bytes) * steps == $(field "$f" reduced_bytes))) || wrong "$name: bytes of sums by plan"
   ((reduced == ranks * steps * chunks)) || wrong "$name: added $reduced chunks of gradients"
   ((stored == steps * chunks * chunk)) || wrong "$name: stored $stored bytes of slices"
   # Of each gathered chunk, a rank brings its slice, unless that is on the device or zero.
@@ -162,8 +167,9 @@ for ranks; do
   for clip in 0 1; do run "reference-$ranks-$clip" --policy none --micro-batches "$ranks" --clip "$clip"; done
   # ZeRO 1 keeps all parameters and gradients on the device until the update: two sevenths of the model data, and
   # activations.
-  for zero in 1 2 3; do
-    small=$((zero == 1 ? 40 : 30))%
+  for zero in 1 2 3 auto; do
+    small=30%
+    [[ $zero == 1 ]] && small=40%
     ((interrupted)) && small=50%
     ((ranks == 16)) && small=100% # a model that activations outweigh
     compare "$ranks" "$zero" 100% 0

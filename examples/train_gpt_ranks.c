@@ -25,7 +25,8 @@ static void end_child(trainer_t *t, uint32_t rank) {
 
 bool train_gpt_ranks_start(trainer_t *t) {
   if (t->o.zero == 0) return true;
-  t->ranks = (memory_ranks_t){ .ranks = (uint32_t)t->o.ranks, .zero_stage = (uint32_t)t->o.zero };
+  t->ranks = (memory_ranks_t){ .ranks = (uint32_t)t->o.ranks, .zero_stage = t->o.zero };
+  if (t->o.zero == TRAIN_GPT_ZERO_AUTO) t->ranks.zero_stage = GEMINI_ZERO_AUTO;
   gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
   if (gemini_group_id_make(GEMINI_TRANSPORT_SHARED, t->ranks.ranks, &t->ranks.id) != GEMINI_OK) {
     cli_error(train_gpt_program, "cannot make a group: %s", gemini_last_error(&info) ? "" : info.message);
@@ -100,6 +101,10 @@ gemini_group_stats_t train_gpt_ranks_stats(trainer_t *t) {
     sum.reduced_chunks += all[rank].reduced_chunks;
     sum.fetched_bytes += all[rank].fetched_bytes;
     sum.stored_bytes += all[rank].stored_bytes;
+    sum.reduced_bytes += all[rank].reduced_bytes;
+    sum.planned_gathered_bytes += all[rank].planned_gathered_bytes;
+    sum.planned_reduced_bytes += all[rank].planned_reduced_bytes;
+    sum.planned_fetched_bytes += all[rank].planned_fetched_bytes;
   }
   return sum;
 }

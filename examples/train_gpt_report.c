@@ -15,6 +15,7 @@ const char *train_gpt_program = "train_gpt";
 /* ---- Options ---- */
 
 static const char *const policy_names[] = { "none", "cuda", "cpu", "auto", "static", NULL };
+static const char *const zero_names[] = { "0", "1", "2", "3", "auto", NULL };
 static const char *const schedule_names[] = { "constant", "cosine", NULL };
 static const char *const device_names[] = { "sim", "cuda", NULL };
 
@@ -70,8 +71,10 @@ int train_gpt_options(options_t *o, int argc, char **argv) {
     { "ranks", CLI_U64, &o->ranks,
       "processes that share the model data, each with its part of the batch; budgets are those of one", 1,
       TRAIN_GPT_RANKS_MAX, NULL },
-    { "zero", CLI_U64, &o->zero,
-      "what ranks share: 1 states, 2 and gradients, 3 and parameters; 0: 3, or with one rank, no group", 0, 3, NULL },
+    { "zero", CLI_CHOICE, &o->zero,
+      "what ranks share: 1 states, 2 and gradients, 3 and parameters; auto: as 3, and what stays gathered is predicted "
+      "to be fastest; 0: 3, or with one rank, no group",
+      0, 0, zero_names },
     { "micro-batches", CLI_U64, &o->micro_batches,
       "policy none: parts of the batch, one after the other, as so many ranks compute them", 1, MODEL_BATCH_MAX, NULL },
     { "seed", CLI_U64, &o->seed, "of initial values and data order", 0, 0, NULL },
@@ -240,10 +243,9 @@ bool train_gpt_report(trainer_t *t) {
            cli_format_size(memory->working_peak_bytes, c, sizeof c), memory->working_peak_op,
            100.0 * (double)memory->working_peak_bytes / (double)stats.model_bytes);
     if (t->o.zero > 0)
-      printf("%" PRIu64 " ranks, ZeRO %" PRIu64
-             "; all together gathered %s from each other, brought %s of their own to "
+      printf("%" PRIu64 " ranks, ZeRO %s; all together gathered %s from each other, brought %s of their own to "
              "the device and took %s back\n",
-             t->o.ranks, t->o.zero, cli_format_size(group.gathered_bytes, a, sizeof a),
+             t->o.ranks, zero_names[t->o.zero], cli_format_size(group.gathered_bytes, a, sizeof a),
              cli_format_size(group.fetched_bytes, b, sizeof b), cli_format_size(group.stored_bytes, c, sizeof c));
   }
   row_t row;
@@ -269,12 +271,17 @@ bool train_gpt_report(trainer_t *t) {
   row_f64(&row, "stall_seconds", 1e-9 * (double)stats.stall_ns);
   if (t->o.zero > 0) {
     row_u64(&row, "ranks", t->o.ranks);
-    row_u64(&row, "zero", t->o.zero);
+    if (t->o.zero == TRAIN_GPT_ZERO_AUTO) row_text(&row, "zero", zero_names[t->o.zero]);
+    else row_u64(&row, "zero", t->o.zero);
     row_u64(&row, "rank_model_bytes", kept_bytes);
     row_u64(&row, "gathered_chunks", group.gathered_chunks);
     row_u64(&row, "gathered_chunks_first_step", t->gathered_in_first);
     row_u64(&row, "gathered_bytes", group.gathered_bytes);
     row_u64(&row, "reduced_chunks", group.reduced_chunks);
+    row_u64(&row, "reduced_bytes", group.reduced_bytes);
+    row_u64(&row, "planned_gathered_bytes", group.planned_gathered_bytes);
+    row_u64(&row, "planned_reduced_bytes", group.planned_reduced_bytes);
+    row_u64(&row, "planned_slices_fetched_bytes", group.planned_fetched_bytes);
     row_u64(&row, "slices_fetched_bytes", group.fetched_bytes);
     row_u64(&row, "slices_stored_bytes", group.stored_bytes);
   }

@@ -17,6 +17,7 @@ enum { POLICY_NONE, POLICY_CUDA, POLICY_CPU, POLICY_AUTO, POLICY_STATIC };
 enum { SCHEDULE_CONSTANT, SCHEDULE_COSINE };
 enum { DEVICE_SIM, DEVICE_CUDA };
 enum { TRAIN_GPT_RANKS_MAX = 64 };
+enum { TRAIN_GPT_ZERO_AUTO = 4 };
 
 typedef struct options {
   const char *text, *device_mem, *host_mem, *file_dir, *trace, *load_trace, *timeline, *cublas;
@@ -24,7 +25,8 @@ typedef struct options {
   uint64_t host_mem_bytes, file_mem_bytes, chunk_bytes, margin_bytes, sim_h2d_bytes_per_s, sim_d2h_bytes_per_s;
   uint64_t layers, width, heads, context, batch, steps, seed, warmup, update_threads, device_ordinal;
   uint64_t lr_warmup, eval_every, context_every, skip_layer_every;
-  uint64_t ranks, zero, micro_batches; /* zero 0: no group */
+  uint64_t ranks, micro_batches;
+  uint32_t zero; /* 0: no group; 1 to 3: the stage; TRAIN_GPT_ZERO_AUTO */
   double lr, weight_decay, clip, static_params, static_optim;
   bool strict, explain, quiet, verbose;
 } options_t;

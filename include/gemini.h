@@ -408,10 +408,15 @@ typedef struct gemini_arena_config {
 #define GEMINI_ARENA_CONFIG_INIT { sizeof(gemini_arena_config_t), 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0 }
 /** What ranks share of a sharded arena and those that follow it (Rajbhandari et al., "ZeRO", 2020). */
 enum {
-  GEMINI_ZERO_AUTO = 0,      /* this version: as PARAMS */
+  /* Divided as PARAMS, but how long gathered chunks stay is chosen by the predicted step, between leaving after each
+   * operator and staying until parameters change, as with STATES and GRADIENTS. All ranks choose the same, at the end
+   * of the first iteration of a kind, and again of the third one. Results have the bits of PARAMS, which are those of
+   * GRADIENTS: when gradients are added, and in which order, is not chosen. */
+  GEMINI_ZERO_AUTO = 0,
   GEMINI_ZERO_STATES = 1,    /* optimizer states; gradients are added when an update or a norm needs them */
   GEMINI_ZERO_GRADIENTS = 2, /* and gradients, which are added as soon as a chunk of them is READY_FOR_REDUCE */
-  GEMINI_ZERO_PARAMS = 3     /* and parameters: a chunk leaves the device after each operator that used it */
+  GEMINI_ZERO_PARAMS = 3     /* and parameters: a chunk leaves the device after each operator that used it; in later
+                              * iterations it may stay in half of the frames that operators do not need */
 };
 
 /** Reserves an arena.

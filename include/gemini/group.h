@@ -234,8 +234,12 @@ typedef struct gemini_group_stats_s {
   uint64_t reduced_chunks;  /* gradient chunks added so far, in each round anew */
   uint64_t fetched_bytes;   /* own slices, brought to the device for a gather */
   uint64_t stored_bytes;    /* own slices, taken from the device after a sum or a write */
+  uint64_t reduced_bytes;   /* of the gradient chunks added, sent to other ranks */
+  /* What operators gather and make ready in each iteration, by the plan that was followed last, and what an iteration
+   * adds to the figures above if it follows the plan; 0: no plan. */
+  uint64_t planned_gathered_bytes, planned_reduced_bytes, planned_fetched_bytes;
 } gemini_group_stats_t;
-#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0 }
+#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies a group's statistics.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */

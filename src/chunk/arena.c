@@ -424,7 +424,7 @@ static gemini_status_t arena_create(gmi_manager_t *m, const gemini_arena_config_
   if (group != GMI_NONE) {
     status = slices_new(m, &order, a, group, &slices_order, &slices);
     const gmi_arena_t *root = base ? base : a;
-    a->shard.stage = base ? root->shard.stage : c.zero_stage ? c.zero_stage : (uint32_t)GEMINI_ZERO_PARAMS;
+    a->shard.stage = base ? root->shard.stage : c.zero_stage;
   }
   if (!status && !gmi_arena_is_sharded(a)) status = gmi_arena_grow(m, a);
   if (status) {

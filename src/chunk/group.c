@@ -21,6 +21,7 @@
 #include "base/abi.h"
 #include "base/clock.h"
 #include "base/thread.h"
+#include "chunk/residency.h"
 #include "core/streams.h"
 #include "gemini/group.h"
 
@@ -327,6 +328,7 @@ static gemini_status_t group_close(gmi_manager_t *m, gemini_group_t handle) {
   if (g->arenas)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "%u arenas are sharded over the group: destroy them first", g->arenas);
   if (g->exchanging) return gmi_fail(GEMINI_ERR_BUSY, 0, "an exchange of the group is under way");
+  gmi_forget_collectives(m, g);
   m->groups.at[g->index] = NULL;
   (void)gmi_stream_end(m, g->gather_stream);
   (void)gmi_stream_end(m, g->reduce_stream);
@@ -421,7 +423,11 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .gathered_bytes = g->gathered_bytes,
                                  .reduced_chunks = g->reduced_chunks,
                                  .fetched_bytes = g->fetched_bytes,
-                                 .stored_bytes = g->stored_bytes };
+                                 .stored_bytes = g->stored_bytes,
+                                 .reduced_bytes = g->reduced_bytes,
+                                 .planned_gathered_bytes = g->planned.gathered,
+                                 .planned_reduced_bytes = g->planned.reduced,
+                                 .planned_fetched_bytes = g->planned.fetched };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {
@@ -431,8 +437,7 @@ gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, g
 /* ---- collectives */
 typedef enum { GATHER, GATHER_REST, REDUCE, REDUCE_REST } kind_t;
 typedef struct {
-  const gmi_group_t *group;
-  gmi_comm_t comm;
+  gmi_group_t *group;
   kind_t kind;
   uint32_t dtype;
   void *buffer;
@@ -440,14 +445,17 @@ typedef struct {
   char label[GMI_COMM_LABEL_BYTES];
 } collective_t;
 
+static bool is_gather(const collective_t *c) { return c->kind == GATHER || c->kind == GATHER_REST; }
+static const gmi_comm_t *comm_of(const collective_t *c) { return is_gather(c) ? &c->group->gather : &c->group->reduce; }
+
 static gemini_status_t carry_out(const collective_t *c, void *stream) {
-  const gmi_comm_ops_t *ops = c->comm.ops;
-  void *self = c->comm.self;
+  const gmi_comm_t *comm = comm_of(c);
+  const gmi_comm_ops_t *ops = comm->ops;
   switch (c->kind) {
-  case GATHER: return ops->all_gather(self, c->buffer, c->count, stream, c->label);
-  case GATHER_REST: return ops->broadcast(self, c->buffer, c->count, c->comm.ranks - 1, stream, c->label);
-  case REDUCE: return ops->reduce_scatter(self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
-  case REDUCE_REST: return ops->all_reduce(self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
+  case GATHER: return ops->all_gather(comm->self, c->buffer, c->count, stream, c->label);
+  case GATHER_REST: return ops->broadcast(comm->self, c->buffer, c->count, comm->ranks - 1, stream, c->label);
+  case REDUCE: return ops->reduce_scatter(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
+  case REDUCE_REST: return ops->all_reduce(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
   }
   return GEMINI_OK;
 }
@@ -465,24 +473,24 @@ static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const c
   gemini_status_t status = m->device.ops->stream.native(m->device.self, stream, &native);
   if (status) return gmi_fail_device(status, "device %s does not name a group's stream", m->device.ops->name);
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, c->comm.rank);
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm_of(c)->rank);
   status = carry_out(c, native);
   gmi_wait_end(m, &wait);
   return status;
 }
 
-static gemini_status_t collective(gmi_manager_t *m, uint32_t stream, const collective_t *what, const char *name,
-                                  uint32_t chunk) {
-  gemini_status_t status = what->comm.ops->poll(what->comm.self); /* a failed group's calls would only be waited for */
+static gemini_status_t collective(gmi_manager_t *m, collective_t what, const char *name, uint32_t chunk) {
+  const gmi_comm_t *comm = comm_of(&what);
+  const uint32_t stream = is_gather(&what) ? what.group->gather_stream : what.group->reduce_stream;
+  gemini_status_t status = comm->ops->poll(comm->self); /* a failed group's calls would only be waited for */
   if (status) return status;
-  collective_t queued = *what;
   /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
-  const char *op = what->kind == GATHER || what->kind == GATHER_REST ? m->trace.advice->op_name(m) : NULL;
-  snprintf(queued.label, sizeof queued.label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
-  if (what->comm.ops->queues) return queue_natively(m, stream, &queued);
+  const char *op = is_gather(&what) ? m->trace.advice->op_name(m) : NULL;
+  snprintf(what.label, sizeof what.label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
+  if (comm->ops->queues) return queue_natively(m, stream, &what);
   collective_t *c = malloc(sizeof *c);
   if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a collective's record");
-  *c = queued;
+  *c = what;
   status = m->device.ops->queue.run(m->device.self, stream, run_collective, c);
   if (!status) return GEMINI_OK;
   free(c);
@@ -491,25 +499,17 @@ static gemini_status_t collective(gmi_manager_t *m, uint32_t stream, const colle
 
 gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
                                  uint32_t chunk) {
-  collective_t c = { .group = g, .comm = g->gather, .kind = GATHER, .buffer = buffer, .count = slice_bytes };
-  return collective(m, g->gather_stream, &c, name, chunk);
+  return collective(m, (collective_t){ g, GATHER, 0, buffer, slice_bytes, "" }, name, chunk);
 }
 gemini_status_t gmi_group_gather_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t bytes, const char *name,
                                       uint32_t chunk) {
-  collective_t c = { .group = g, .comm = g->gather, .kind = GATHER_REST, .buffer = buffer, .count = bytes };
-  return collective(m, g->gather_stream, &c, name, chunk);
+  return collective(m, (collective_t){ g, GATHER_REST, 0, buffer, bytes, "" }, name, chunk);
 }
 gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
                                  const char *name, uint32_t chunk) {
-  collective_t c = {
-    .group = g, .comm = g->reduce, .kind = REDUCE, .dtype = dtype, .buffer = buffer, .count = slice_count
-  };
-  return collective(m, g->reduce_stream, &c, name, chunk);
+  return collective(m, (collective_t){ g, REDUCE, dtype, buffer, slice_count, "" }, name, chunk);
 }
 gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
                                       const char *name, uint32_t chunk) {
-  collective_t c = {
-    .group = g, .comm = g->reduce, .kind = REDUCE_REST, .dtype = dtype, .buffer = buffer, .count = count
-  };
-  return collective(m, g->reduce_stream, &c, name, chunk);
+  return collective(m, (collective_t){ g, REDUCE_REST, dtype, buffer, count, "" }, name, chunk);
 }

@@ -7,6 +7,13 @@
 #include "comm/comm.h"
 #include "core/manager.h"
 
+/* One kind of collectives of a group as a link: the time of a whole chunk. What a rank measures includes waits for
+ * ranks that come later, so the shortest time counts, and of the ranks the slowest. */
+typedef struct gmi_group_link {
+  uint64_t shortest_ns; /* measured here; 0: not yet */
+  uint64_t agreed_ns;   /* the longest of all ranks' shortest times when they agreed last; 0: not yet */
+} gmi_group_link_t;
+
 /* Gathers and sums have a communicator and a stream each: a communicator carries out its calls in the order of the
  * calls, and a sum must not wait for the gathers that were queued before it. Exchanges have a third one where they must
  * not run beside a collective of the same communicator, as over NCCL; over shared memory they may. */
@@ -26,7 +33,11 @@ typedef struct gmi_group {
     pthread_cond_t ended;
     bool runs, ends; /* runs: guarded by the manager's lock; ends: by lock */
   } watch;
-  uint64_t gathered_chunks, gathered_bytes, reduced_chunks, fetched_bytes, stored_bytes;
+  uint64_t gathered_chunks, gathered_bytes, reduced_chunks, reduced_bytes, fetched_bytes, stored_bytes;
+  gmi_group_link_t gathers, sums;
+  struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
+    uint64_t gathered, reduced, fetched;
+  } planned;
 } gmi_group_t;
 
 gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */

@@ -176,6 +176,13 @@ static gemini_status_t back_block(gmi_manager_t *m, const gmi_heap_block_t *bloc
   return status;
 }
 
+void gmi_nonmodel_peak(gmi_manager_t *m) {
+  const uint32_t pages = m->nonmodel.heap ? (uint32_t)gmi_heap_pages_used(m->nonmodel.heap) : 0;
+  const uint32_t own = pages + m->groups.gradient_frames, all = pages + m->groups.frames;
+  if (own > m->nonmodel.pages_peak_op) m->nonmodel.pages_peak_op = own;
+  if (all > m->groups.peak_op) m->groups.peak_op = all;
+}
+
 gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, void **ptr_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   if (!size) return gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is 0");
@@ -199,8 +206,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   gmi_stat_set(&m->stats.nonmodel_bytes, bytes);
   if (bytes > m->nonmodel.peak) gmi_stat_set(&m->nonmodel.peak, bytes);
   if (bytes > m->nonmodel.peak_op) m->nonmodel.peak_op = bytes;
-  uint64_t pages = gmi_heap_pages_used(m->nonmodel.heap);
-  if (pages > m->nonmodel.pages_peak_op) m->nonmodel.pages_peak_op = (uint32_t)pages;
+  gmi_nonmodel_peak(m);
   m->trace.observer->counters_change(m);
   *ptr_out = m->nonmodel.base + block.offset;
   return GEMINI_OK;

@@ -12,5 +12,7 @@ bool gmi_heap_reclaim(gmi_manager_t *m, uint32_t *frame_out);
 gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t stream, void **ptr_out);
 /* Work queued on stream so far may still use the memory. False: ptr is no live block; the error is recorded. */
 bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream);
+/* Notes the frames and pages in use for the peaks of the open op; called when heap or groups have taken some. */
+void gmi_nonmodel_peak(gmi_manager_t *m);
 
 #endif

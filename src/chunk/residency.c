@@ -50,6 +50,11 @@ void gmi_reap(gmi_manager_t *m) {
     gmi_link_t *link = m->rate.timed[i].link;
     if (m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(b), gmi_fence_mark(b), &begin) == GEMINI_OK &&
         m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK) {
+      uint64_t *shortest = m->rate.timed[i].shortest;
+      if (shortest) {
+        if (!*shortest || end - begin < *shortest) *shortest = end > begin ? end - begin : 1;
+        continue;
+      }
       gmi_rate_add(link ? &link->chunk_ns : &m->rate.device_update,
                    (double)(end - begin) / (double)m->rate.timed[i].elements);
       if (link) gmi_link_measured(m, link);
@@ -348,7 +353,20 @@ static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi
   m->rate.timed[m->rate.timed_count].begin = begin;
   m->rate.timed[m->rate.timed_count].end = end;
   m->rate.timed[m->rate.timed_count].elements = 1; /* a chunk */
+  m->rate.timed[m->rate.timed_count].shortest = NULL;
   m->rate.timed[m->rate.timed_count++].link = link;
+}
+void gmi_time_collective(gmi_manager_t *m, uint64_t *shortest, gmi_fence_t begin, gmi_fence_t end) {
+  const uint32_t at = m->rate.timed_count;
+  time_copy(m, NULL, begin, end);
+  if (at < m->rate.timed_count) m->rate.timed[at].shortest = shortest;
+}
+void gmi_forget_collectives(gmi_manager_t *m, const struct gmi_group *g) {
+  uint32_t kept = 0;
+  for (uint32_t i = 0; i < m->rate.timed_count; i++)
+    if (m->rate.timed[i].shortest != &g->gathers.shortest_ns && m->rate.timed[i].shortest != &g->sums.shortest_ns)
+      m->rate.timed[kept++] = m->rate.timed[i];
+  m->rate.timed_count = kept;
 }
 
 /* The fence covers queued copies, the flag updates and transfers, which are not device work. */

@@ -22,6 +22,7 @@
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
+#include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
 #include "core/streams.h"
@@ -29,7 +30,7 @@
 #include "gemini/group.h"
 
 /* ---- slicing */
-enum { SLICE_ALIGN = 256 /* elements */, PARTS = 2 };
+enum { SLICE_ALIGN = 256 /* elements */, PARTS = GMI_SLICE_PARTS };
 
 gmi_slicing_t gmi_slicing_of(uint64_t chunk_bytes, uint32_t element_bytes, uint32_t rank, uint32_t ranks) {
   gmi_slicing_t s = { .chunk = chunk_bytes / element_bytes };
@@ -164,6 +165,12 @@ static parts_t parts_of(gmi_manager_t *m, const gmi_chunk_t *c) {
     done += bytes;
   }
   return p;
+}
+
+uint32_t gmi_slice_parts(gmi_manager_t *m, const gmi_chunk_t *c, gmi_slice_part_t *parts_out) {
+  parts_t p = parts_of(m, c);
+  for (uint32_t i = 0; i < p.count; i++) parts_out[i] = (gmi_slice_part_t){ p.parts[i].chunk, p.parts[i].bytes };
+  return p.count;
 }
 
 /* BUSY: something uses a part, so that it cannot be read now, or changed. Of parts to be changed, acquires take the
@@ -316,14 +323,18 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
   const uint64_t element = p->whole->element_bytes, slice = p->slicing.slice * element,
                  rest = p->slicing.rest * element;
   uint8_t *frame = gmi_chunk_device(m, c);
+  gmi_fence_t begin = 0;
   gemini_status_t status = gmi_fence_wait(m, g->gather_stream, ready);
+  if (!status) status = gmi_fence_now(m, g->gather_stream, &begin);
   if (!status) status = gmi_group_gather(m, g, frame, slice, p->whole->name, c->index);
   if (!status && rest)
     status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
   if (status) return status;
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
-  return gmi_fence_now(m, g->gather_stream, arrive_out);
+  status = gmi_fence_now(m, g->gather_stream, arrive_out);
+  if (!status) gmi_time_collective(m, &g->gathers.shortest_ns, begin, *arrive_out);
+  return status;
 }
 
 gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
@@ -372,9 +383,7 @@ void gmi_gathered_count(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t frames)
   const bool gradients = gmi_arena_is_gradients(gmi_chunk_arena(m, c));
   m->groups.frames += frames;
   if (gradients) m->groups.gradient_frames += frames;
-  if (m->groups.gradient_frames > m->groups.peak_op) m->groups.peak_op = m->groups.gradient_frames;
-  const uint32_t params = m->groups.frames - m->groups.gradient_frames;
-  if (params > m->groups.reserve) m->groups.reserve = params;
+  gmi_nonmodel_peak(m);
 }
 
 void gmi_gathered_unsettle(gmi_manager_t *m, gmi_chunk_t *c) {
@@ -421,7 +430,8 @@ gemini_status_t gmi_gathered_evict(gmi_manager_t *m, gmi_chunk_t *c) { return le
 
 /* May chunks of the arena stay gathered from one operator to the next? */
 static bool stays(gmi_manager_t *m, const gmi_arena_t *whole) {
-  return m->bracket.iteration_open && (whole->shard.stage != GEMINI_ZERO_PARAMS || m->trace.advice->gathers_follow(m));
+  return m->bracket.iteration_open &&
+         (gmi_gathered_stays(whole) || m->trace.advice->gathers_follow(m, whole->shard.group));
 }
 
 gemini_status_t gmi_gathered_leave(gmi_manager_t *m, bool all) {
@@ -652,9 +662,10 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   gmi_group_t *g = p->group;
   const uint64_t slice = p->slicing.slice, rest = p->slicing.rest, element = p->whole->element_bytes;
   uint8_t *frame = gmi_chunk_device(m, c);
-  gmi_fence_t sums = 0, end = 0;
+  gmi_fence_t begin = 0, sums = 0, end = 0;
   gemini_status_t status = gmi_chunk_wait(m, g->reduce_stream, c, GEMINI_READ_WRITE);
   gmi_chunk_wrote(m, c);
+  if (!status) status = gmi_fence_now(m, g->reduce_stream, &begin);
   if (!status) status = gmi_group_reduce(m, g, frame, slice, p->whole->shard.dtype, p->whole->name, c->index);
   if (!status && rest)
     status = gmi_group_reduce_rest(m, g, frame + slice * g->reduce.ranks * element, rest, p->whole->shard.dtype,
@@ -662,7 +673,10 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
   if (status) return status;
+  gmi_time_collective(m, &g->sums.shortest_ns, begin, sums);
+  m->trace.observer->chunk_summed(m, c);
   g->reduced_chunks++;
+  g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;
   uint32_t word;
   bool departs = gmi_chunk_departs(c, &word); /* it is not SETTLED: nobody can have acquired it */
   GMI_ASSERT(departs);

@@ -60,6 +60,19 @@ gemini_status_t gmi_slices_unused(gmi_manager_t *m, gmi_arena_t *a);
 /* The smallest chunk that has a slice for each rank; 0: there is no sharded arena. */
 uint64_t gmi_slices_chunk_min(gmi_manager_t *m);
 
+/* Do chunks of the arena stay gathered until the iteration ends, or their slices change? */
+static inline bool gmi_gathered_stays(const gmi_arena_t *a) {
+  return a->shard.stage == GEMINI_ZERO_STATES || a->shard.stage == GEMINI_ZERO_GRADIENTS;
+}
+/* A slice is part of at most so many chunks of the arena of slices. Lists them, with the bytes of each that belong to
+ * the slice of the gathered chunk; returns their number. */
+enum { GMI_SLICE_PARTS = 2 };
+typedef struct gmi_slice_part {
+  gmi_chunk_t *chunk;
+  uint64_t bytes;
+} gmi_slice_part_t;
+uint32_t gmi_slice_parts(gmi_manager_t *m, const gmi_chunk_t *c, gmi_slice_part_t *parts_out);
+
 /* Queues the updates of the chunk's own slice. *queued_out becomes true if there were any. */
 gemini_status_t gmi_gathered_queue(gmi_manager_t *m, gmi_chunk_t *c, bool *queued_out);
 /* As gmi_chunk_fetch(), for a chunk of a sharded arena: copies the own slice into the frame and queues the gather. All

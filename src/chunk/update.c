@@ -299,6 +299,7 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
       m->rate.timed[m->rate.timed_count].begin = begin;
       m->rate.timed[m->rate.timed_count].end = end;
       m->rate.timed[m->rate.timed_count].link = NULL;
+      m->rate.timed[m->rate.timed_count].shortest = NULL;
       m->rate.timed[m->rate.timed_count++].elements = p->end - p->begin;
     }
   }

@@ -11,43 +11,24 @@
 #include <string.h>
 
 #include "base/abi.h"
-#include "base/status.h"
-#include "comm/comm.h"
+#include "comm/failure.h"
 
 typedef struct caller {
   gemini_comm_t table; /* a copy; Constant, as the next three */
   char name[32];
   uint32_t rank, ranks;
-  gmi_comm_listener_t listener;
-  pthread_mutex_t lock; /* guards the failure */
-  _Atomic bool failed;  /* Atomic: stored (release) behind why and code; loaded (acquire) before they are read */
-  char why[400];
-  int64_t code; /* that came with a function's own message */
+  gmi_first_failure_t failure; /* its code came with a function's own message */
 } caller_t;
 
 /* ---- failures */
-static gemini_status_t failure(caller_t *c) {
-  if (!atomic_load_explicit(&c->failed, memory_order_acquire)) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_PEER, c->code, "%s", c->why);
-}
-
-/* Fails the communicator with "rank 1 of 4: " and the text, unless it has failed before; then tells the other ranks. */
+/* Fails the communicator, unless it has failed before. The listener hears of it before abort() ends queued work. */
 __attribute__((format(printf, 3, 4))) static gemini_status_t fail(caller_t *c, int64_t code, const char *format, ...) {
-  pthread_mutex_lock(&c->lock);
-  const bool first = !atomic_load_explicit(&c->failed, memory_order_relaxed);
-  if (first) {
-    va_list args;
-    va_start(args, format);
-    int length = snprintf(c->why, sizeof c->why, "rank %u of %u: ", c->rank, c->ranks);
-    vsnprintf(c->why + length, sizeof c->why - (size_t)length, format, args);
-    va_end(args);
-    c->code = code;
-    atomic_store_explicit(&c->failed, true, memory_order_release);
-    if (c->listener.failed) c->listener.failed(c->listener.user); /* before abort() makes queued work end */
-  }
-  pthread_mutex_unlock(&c->lock);
-  if (first && c->table.abort) c->table.abort(c->table.user, c->why);
-  return failure(c);
+  va_list args;
+  va_start(args, format);
+  const bool first = gmi_first_failure_set(&c->failure, code, format, args);
+  va_end(args);
+  if (first && c->table.abort) c->table.abort(c->table.user, c->failure.why);
+  return gmi_first_failure(&c->failure);
 }
 
 /* A call of a function: what it returned, and whether it recorded a message of its own. */
@@ -61,19 +42,19 @@ static call_t call_begin(void) {
 }
 static gemini_status_t call_end(caller_t *c, const call_t *call, gemini_status_t status, const char *function,
                                 const char *label) {
-  if (!status) return failure(c); /* another thread's, meanwhile */
+  if (!status) return gmi_first_failure(&c->failure); /* another thread's, meanwhile */
   const char *says = gmi_fail_message();
   if (!strcmp(says, call->before)) says = "";
   return fail(c, *says ? gmi_fail_code() : 0, "%s() of %s%s%s returned %d (%s)%s%s", function, c->name,
               *label ? " for " : "", label, status, gemini_status_string(status), *says ? ": " : "", says);
 }
 /* The body of an operation: nothing to do, or a call of the function. */
-#define CALL(nothing, function, label, ...)  \
-  caller_t *c = self;                        \
-  gemini_status_t status = failure(c);       \
-  if (status || (nothing)) return status;    \
-  const char *what = (label) ? (label) : ""; \
-  call_t call = call_begin();                \
+#define CALL(nothing, function, label, ...)                \
+  caller_t *c = self;                                      \
+  gemini_status_t status = gmi_first_failure(&c->failure); \
+  if (status || (nothing)) return status;                  \
+  const char *what = (label) ? (label) : "";               \
+  call_t call = call_begin();                              \
   return call_end(c, &call, c->table.function(c->table.user, __VA_ARGS__, what), #function, what)
 
 /* ---- operations */
@@ -104,13 +85,13 @@ static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint
   CALL(c->ranks == 1 || !count, all_reduce, label, buffer, count, dtype, stream);
 }
 static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
-  const caller_t *own = self;
-  if (own->ranks == 1 && bytes && !atomic_load(&own->failed)) memmove(all_out, mine, bytes);
+  caller_t *own = self;
+  if (own->ranks == 1 && bytes && !gmi_has_failed(&own->failure)) memmove(all_out, mine, bytes);
   CALL(c->ranks == 1, exchange, label, mine, bytes, all_out);
 }
 static gemini_status_t poll_failure(void *self) {
   caller_t *c = self;
-  gemini_status_t status = failure(c);
+  gemini_status_t status = gmi_first_failure(&c->failure);
   if (status || !c->table.poll) return status;
   call_t call = call_begin();
   return call_end(c, &call, c->table.poll(c->table.user), "poll", "");
@@ -121,7 +102,7 @@ static void abort_here(void *self, const char *why) {
 static void caller_close(void *self) {
   caller_t *c = self;
   if (!c) return;
-  pthread_mutex_destroy(&c->lock);
+  gmi_first_failure_close(&c->failure);
   free(c);
 }
 
@@ -172,9 +153,8 @@ gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs
   c->table = table;
   c->rank = rank;
   c->ranks = ranks;
-  c->listener = listener;
   snprintf(c->name, sizeof c->name, "%s", name);
-  pthread_mutex_init(&c->lock, NULL);
+  gmi_first_failure_open(&c->failure, rank, ranks, listener);
   *comm_out = (gmi_comm_t){ table.flags & GEMINI_COMM_QUEUES ? &queueing : &blocking, c, rank, ranks };
   return GEMINI_OK;
 }

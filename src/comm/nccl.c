@@ -15,7 +15,7 @@
  *
  * Locks. `turn` is held from the queueing of a collective until NCCL has queued it, as a communicator takes one call at
  * a time. `lock` is held during each call of NCCL and guards the handle, which the ender takes away, and the watched
- * collectives. `why_lock` guards the failure. In this order; the ender takes lock alone. */
+ * collectives. `ender_lock` guards the ender. In this order; the ender takes lock alone. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -28,27 +28,13 @@
 enum { BLOCKS = 1024 /* of a launch, at most */, PACK_BYTES = 16 };
 
 /* ---- failures */
-gemini_status_t gmi_nccl_failure(nccl_t *n) {
-  if (!atomic_load_explicit(&n->failed, memory_order_acquire)) return GEMINI_OK;
-  return gmi_fail(GEMINI_ERR_PEER, n->code, "%s", n->why);
-}
-
-/* Fails the communicator with "rank 1 of 4: " and the text, unless it has failed before. */
+/* Fails the communicator, unless it has failed before. The listener hears of it before the ender makes kernels end. */
 __attribute__((format(printf, 3, 4))) static gemini_status_t fail(nccl_t *n, int64_t code, const char *format, ...) {
-  pthread_mutex_lock(&n->why_lock);
-  if (!atomic_load_explicit(&n->failed, memory_order_relaxed)) {
-    va_list args;
-    va_start(args, format);
-    int length = snprintf(n->why, sizeof n->why, "rank %u of %u: ", n->rank, n->ranks);
-    vsnprintf(n->why + length, sizeof n->why - (size_t)length, format, args);
-    va_end(args);
-    n->code = code;
-    atomic_store_explicit(&n->failed, true, memory_order_release);
-    if (n->listener.failed) n->listener.failed(n->listener.user); /* before the ender makes kernels end */
-    if (!n->adopted) gmi_nccl_ender_start(n);
-  }
-  pthread_mutex_unlock(&n->why_lock);
-  return gmi_nccl_failure(n);
+  va_list args;
+  va_start(args, format);
+  if (gmi_first_failure_set(&n->failure, code, format, args)) gmi_nccl_ender_start(n);
+  va_end(args);
+  return gmi_first_failure(&n->failure);
 }
 
 /* "ncclAllGather in all-gather of 8 bytes (call 3): invalid usage; NCCL says: ..." */
@@ -71,7 +57,7 @@ static gemini_status_t waited(nccl_t *n, const char *function, const char *what)
 /* Takes `lock` if NCCL may be called; every call of it is between here and nccl_end(). */
 static gemini_status_t nccl_begin(nccl_t *n) {
   pthread_mutex_lock(&n->lock);
-  gemini_status_t status = gmi_nccl_failure(n);
+  gemini_status_t status = gmi_first_failure(&n->failure);
   if (status) pthread_mutex_unlock(&n->lock);
   return status;
 }
@@ -92,7 +78,7 @@ gemini_status_t gmi_nccl_ready(nccl_t *n, nccl_result_t result, const char *func
     result = async_result(n);
     nccl_end(n);
   }
-  return result == NCCL_SUCCESS ? gmi_nccl_failure(n) : nccl_failed(n, result, function, what);
+  return result == NCCL_SUCCESS ? gmi_first_failure(&n->failure) : nccl_failed(n, result, function, what);
 }
 
 /* ---- watched collectives */
@@ -225,7 +211,7 @@ static gemini_status_t gather(nccl_t *n, const running_t *running, unsigned char
 static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label) {
   nccl_t *n = self;
   running_t running;
-  if (n->ranks == 1 || !slice_bytes) return gmi_nccl_failure(n);
+  if (n->ranks == 1 || !slice_bytes) return gmi_first_failure(&n->failure);
   BEGIN(n, &running, stream, label, "all-gather of %" PRIu64 " bytes", slice_bytes);
   gemini_status_t status = collective_begin(n, &running);
   if (!status) status = gather(n, &running, buffer, slice_bytes);
@@ -237,7 +223,7 @@ static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint3
   nccl_t *n = self;
   running_t running;
   if (root >= n->ranks) return gmi_fail(GEMINI_ERR_INVALID, 0, "root is %u, must be below %u", root, n->ranks);
-  if (n->ranks == 1 || !bytes) return gmi_nccl_failure(n);
+  if (n->ranks == 1 || !bytes) return gmi_first_failure(&n->failure);
   BEGIN(n, &running, stream, label, "broadcast of %" PRIu64 " bytes", bytes);
   gemini_status_t status = collective_begin(n, &running);
   if (!status) status = nccl_begin(n);
@@ -388,7 +374,7 @@ static gemini_status_t reduce(nccl_t *n, void *buffer, uint64_t count, uint32_t 
   const uint32_t width = gmi_dtype_bytes(dtype);
   if ((uintptr_t)buffer % width)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "buffer is %p, must be a multiple of a value's %u bytes", buffer, width);
-  if (n->ranks == 1 || !count) return gmi_nccl_failure(n);
+  if (n->ranks == 1 || !count) return gmi_first_failure(&n->failure);
   BEGIN(n, &running, stream, label, "%s of %" PRIu64 " bytes", scatter ? "reduce-scatter" : "all-reduce",
         count * width);
   status = collective_begin(n, &running);
@@ -429,7 +415,7 @@ static gemini_status_t exchange_wait(nccl_t *n, const char *what) {
     if (status) return status;
   }
   /* A communicator that failed meanwhile may have ended the kernel before the bytes were there. */
-  return result == CU_SUCCESS ? gmi_nccl_failure(n) : driver_failed(n, result, "cuEventQuery", what);
+  return result == CU_SUCCESS ? gmi_first_failure(&n->failure) : driver_failed(n, result, "cuEventQuery", what);
 }
 
 /* Brings `now` bytes to all ranks; they are then in exchange.host, in the order of ranks. */
@@ -452,7 +438,7 @@ static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, vo
   const uint64_t most = GMI_NCCL_EXCHANGE_BYTES / n->ranks;
   const unsigned char nothing = 0;
   uint64_t at = 0;
-  gemini_status_t status = gmi_nccl_failure(n);
+  gemini_status_t status = gmi_first_failure(&n->failure);
   if (n->ranks == 1) {
     if (!status && bytes) memmove(all_out, mine, bytes);
     return status;
@@ -478,11 +464,11 @@ static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, vo
 /* ---- failures, from outside */
 static gemini_status_t poll_failure(void *self) {
   nccl_t *n = self;
-  gemini_status_t status = gmi_nccl_failure(n);
+  gemini_status_t status = gmi_first_failure(&n->failure);
   /* Whoever has the lock is about to look itself. */
   if (status || pthread_mutex_trylock(&n->lock)) return status;
   entry_t had = gmi_nccl_enter(n);
-  status = gmi_nccl_failure(n);
+  status = gmi_first_failure(&n->failure);
   if (!status) status = check(n, "poll");
   gmi_nccl_leave(n, had);
   pthread_mutex_unlock(&n->lock);

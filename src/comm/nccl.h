@@ -10,8 +10,7 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "base/status.h"
-#include "comm/comm.h"
+#include "comm/failure.h"
 #include "comm/nccl_library.h"
 
 #define GMI_NCCL_EXCHANGE_BYTES (UINT64_C(2) << 20) /* for one piece of all ranks */
@@ -37,7 +36,6 @@ typedef struct nccl {
   uint32_t rank, ranks;
   uint64_t deadline_ns;
   bool adopted, rank_order;
-  gmi_comm_listener_t listener;
   bool in_use;            /* nobody knows when the GPU is done with what this record holds. Guarded by turn */
   struct nccl *next_left; /* the next record that could not be freed */
 
@@ -47,12 +45,10 @@ typedef struct nccl {
   watched_t *ring;      /* [GMI_NCCL_WATCHED]; an entry that is not watched is the property of the holder of turn */
   uint64_t first, next; /* watched are those from first to before next, modulo GMI_NCCL_WATCHED. Guarded by lock */
 
-  pthread_mutex_t why_lock;
-  _Atomic bool failed; /* Atomic: stored (release) behind why and code; loaded (acquire) before they are read */
-  char why[400];
-  int64_t code; /* NCCL's or the driver's; 0: neither's */
+  gmi_first_failure_t failure;
 
-  struct { /* guarded by why_lock, except `ended` */
+  pthread_mutex_t ender_lock;
+  struct { /* guarded by ender_lock, except `ended` */
     ender_t state;
     pthread_t thread;
     _Atomic bool ended; /* Atomic: stored (release) as the last thing that the ender does with this record */
@@ -101,13 +97,11 @@ static inline void gmi_nccl_wait(uint64_t begin_ns) {
 
 /* ---- nccl.c */
 extern const gmi_comm_ops_t gmi_nccl_ops;
-/* The failure of the communicator, recorded for this thread. */
-gemini_status_t gmi_nccl_failure(nccl_t *n);
 /* The end of a function of NCCL that returned result: waits until NCCL has done what it left to its thread. */
 gemini_status_t gmi_nccl_ready(nccl_t *n, nccl_result_t result, const char *function, const char *what);
 
 /* ---- nccl_open.c */
-/* Starts the ender, unless it runs. Called with why_lock held. Without a thread, close() does the work itself. */
+/* Starts the ender, unless it runs or the communicator is the caller's. Without a thread, close() does the work. */
 void gmi_nccl_ender_start(nccl_t *n);
 void gmi_nccl_close(void *self);
 

@@ -37,7 +37,7 @@ static void end(nccl_t *n) {
   pthread_mutex_unlock(&n->lock);
   if (!comm || n->adopted) return;
   entry_t had = gmi_nccl_enter(n);
-  if (atomic_load_explicit(&n->failed, memory_order_acquire)) n->library->abort(comm);
+  if (gmi_has_failed(&n->failure)) n->library->abort(comm);
   else finalize(n, comm);
   gmi_nccl_leave(n, had);
 }
@@ -49,16 +49,16 @@ static void *ender_main(void *user) {
 }
 
 void gmi_nccl_ender_start(nccl_t *n) {
+  if (n->adopted) return;
+  pthread_mutex_lock(&n->ender_lock);
   if (n->ender.state == ENDER_NONE && !gmi_thread_start(&n->ender.thread, ender_main, n)) n->ender.state = ENDER_RUNS;
+  pthread_mutex_unlock(&n->ender_lock);
 }
 
-/* Ends NCCL's communicator. False: that did not end in time. */
+/* Ends NCCL's communicator, when no other thread calls it. False: that did not end in time. */
 static bool ended(nccl_t *n) {
-  pthread_mutex_lock(&n->why_lock);
-  if (n->ender.state == ENDER_NONE && n->comm && !n->adopted) gmi_nccl_ender_start(n);
-  ender_t state = n->ender.state;
-  pthread_mutex_unlock(&n->why_lock);
-  if (state == ENDER_NONE) {
+  if (n->ender.state == ENDER_NONE && n->comm) gmi_nccl_ender_start(n);
+  if (n->ender.state == ENDER_NONE) {
     end(n);
     return true;
   }
@@ -129,7 +129,8 @@ void gmi_nccl_close(void *self) {
   }
   pthread_mutex_destroy(&n->turn);
   pthread_mutex_destroy(&n->lock);
-  pthread_mutex_destroy(&n->why_lock);
+  pthread_mutex_destroy(&n->ender_lock);
+  gmi_first_failure_close(&n->failure);
   free(n->ring);
   free(n);
 }
@@ -220,10 +221,10 @@ static gemini_status_t make(const gmi_comm_nccl_config_t *config, bool adopted, 
   n->deadline_ns = config->deadline_ns ? config->deadline_ns : DEADLINE_NS;
   n->adopted = adopted;
   n->rank_order = config->rank_order;
-  n->listener = config->listener;
   pthread_mutex_init(&n->turn, NULL);
   pthread_mutex_init(&n->lock, NULL);
-  pthread_mutex_init(&n->why_lock, NULL);
+  pthread_mutex_init(&n->ender_lock, NULL);
+  gmi_first_failure_open(&n->failure, n->rank, n->ranks, config->listener);
   status = open_device(n, config->device);
   if (!status) {
     uint64_t scratch = config->scratch_bytes ? config->scratch_bytes : n->rank_order ? SCRATCH_BYTES : GRANULE_BYTES;

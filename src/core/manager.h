@@ -195,7 +195,7 @@ typedef struct gmi_arena {
     uint32_t slices;  /* of a sharded arena: index of the arena that holds this rank's slices; else GMI_NONE */
     uint32_t whole;   /* of an arena of slices: index of the sharded arena; else GMI_NONE */
     uint32_t group;   /* of both: index of the group */
-    uint32_t stage;   /* of a sharded arena: GEMINI_ZERO_*, not AUTO */
+    uint32_t stage;   /* of a sharded arena: GEMINI_ZERO_*; AUTO: what is gathered leaves as with PARAMS */
     uint32_t dtype;   /* of a sharded arena of gradients: GEMINI_DTYPE_* */
     uint32_t reduced; /* of a sharded arena of gradients: chunks, from the last one down, that have been added since the
                         * last update, or with sums in this round */
@@ -373,7 +373,7 @@ typedef struct gmi_manager {
     uint32_t frames;        /* frames of the heap, including those without live blocks */
     uint64_t peak_op;       /* peak of live bytes since the op began */
     _Atomic uint64_t peak;  /* Atomic */
-    uint32_t pages_peak_op; /* peak of pages in use since the op began */
+    uint32_t pages_peak_op; /* peak of pages in use and groups.gradient_frames, together, since the op began */
   } nonmodel;
 
   struct {                                      /* chunk/hook.c */
@@ -400,8 +400,7 @@ typedef struct gmi_manager {
     struct gmi_group *at[GMI_GROUPS];
     uint64_t generations[GMI_GROUPS];        /* of the latest group with each index */
     uint32_t frames, gradient_frames;        /* of chunks of sharded arenas; those of gradients among them */
-    uint32_t peak_op;                        /* peak of gradient_frames since the op began */
-    uint32_t reserve;                        /* frames that the plan leaves to gathered parameters */
+    uint32_t peak_op;                        /* peak of frames and pages in use, together, since the op began */
     uint64_t gather_streams, reduce_streams; /* bit per stream */
     /* Constant: the failure of a group, for waits for its streams; GEMINI_OK: no group has failed */
     gemini_status_t (*failure)(struct gmi_manager *m);
@@ -440,8 +439,9 @@ typedef struct gmi_manager {
     struct {
       gmi_fence_t begin, end;
       uint64_t elements;
-      gmi_link_t *link; /* NULL: an update on the device */
-    } timed[64];        /* queued work whose time is read once end has been reached */
+      gmi_link_t *link;   /* NULL: an update on the device, or a collective */
+      uint64_t *shortest; /* of a collective: the shortest time so far, nanoseconds; 0: none. Else NULL */
+    } timed[128];         /* queued work whose time is read once end has been reached */
     uint32_t timed_count;
   } rate;
 

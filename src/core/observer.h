@@ -54,7 +54,8 @@ typedef struct gmi_observer {
   void (*chunk_transferred)(struct gmi_manager *m, const struct gmi_chunk *c, bool write, uint64_t begin_ns,
                             uint64_t end_ns);
   void (*span_queued)(struct gmi_manager *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end);
-  void (*counters_change)(struct gmi_manager *m); /* the bytes in use of a tier have changed */
+  void (*chunk_summed)(struct gmi_manager *m, const struct gmi_chunk *c); /* its gradients, over a group's ranks */
+  void (*counters_change)(struct gmi_manager *m);                         /* the bytes in use of a tier have changed */
   /* An update is about to be accepted. *index_out: its number in this iteration, for the calls below. */
   void (*update_comes)(struct gmi_manager *m, const gmi_trace_update_t *update, uint32_t *index_out);
   void (*update_refused)(struct gmi_manager *m, uint32_t index); /* forgets the latest update, which was not accepted */
@@ -72,7 +73,7 @@ typedef struct gmi_advice {
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   /* Do gathered chunks stay when their operator ends, because it is known which ones will leave for others? The same on
    * all ranks. */
-  bool (*gathers_follow)(struct gmi_manager *m);
+  bool (*gathers_follow)(struct gmi_manager *m, uint32_t group);
 } gmi_advice_t;
 
 #endif

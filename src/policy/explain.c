@@ -61,17 +61,33 @@ static void say_stays(writer_t *c, const gmi_plan_input_t *input, const gmi_plan
  * the step, dependencies between resources cost time as well, and the text says so. */
 static void say_binding(writer_t *c, const gmi_plan_t *plan) {
   const char *const names[] = { "compute", "the link to the device", "the link from the device", "updates on the host",
-                                "files" };
-  const uint64_t busy_ns[] = { plan->compute_ns, plan->fetch_busy_ns, plan->evict_busy_ns, plan->update_busy_ns,
-                               plan->file_busy_ns };
+                                "files",   "gathers over the ranks", "sums over the ranks" };
+  const uint64_t busy_ns[] = { plan->compute_ns,   plan->fetch_busy_ns,  plan->evict_busy_ns, plan->update_busy_ns,
+                               plan->file_busy_ns, plan->gather_busy_ns, plan->sum_busy_ns };
   uint32_t most = 0;
-  for (uint32_t i = 1; i < 5; i++)
+  for (uint32_t i = 1; i < sizeof busy_ns / sizeof *busy_ns; i++)
     if (busy_ns[i] > busy_ns[most]) most = i;
   say(c, "binds: %s, busy for %.0f %% of the step", names[most],
       plan->predicted_ns > 0 ? 100.0 * (double)busy_ns[most] / (double)plan->predicted_ns : 100.0);
   if ((double)busy_ns[most] < 0.9 * (double)plan->predicted_ns)
     say(c, "; the rest is time in which one of them waits for another");
   say(c, "\n");
+}
+
+/* What ranks share is not among the chunks above: those are this rank's own, its slices among them. */
+static void say_groups(writer_t *c, const gmi_plan_input_t *input, const gmi_plan_t *plan) {
+  for (uint32_t i = 0; i < input->groups.group_count; i++) {
+    const gmi_plan_traffic_t *t = &plan->traffic[i];
+    uint64_t gathers = 0, sums = 0;
+    for (uint32_t k = 0; k < input->groups.gather_count; k++) gathers += input->groups.gathers[k].group == i;
+    for (uint32_t k = 0; k < input->groups.sum_count; k++) sums += input->groups.sums[k].group == i;
+    say(c,
+        "group %" PRIu32 ": %" PRIu64 " chunks gathered a step (%.1f MiB of own slices fetched, %.1f MiB from other "
+        "ranks), %" PRIu64 " added over the ranks (%.1f MiB to other ranks); the counts above are this rank's slices\n",
+        i, gathers, mib(t->fetched, 1), mib(t->gathered, 1), sums, mib(t->summed, 1));
+  }
+  if (input->groups.group_count > 0)
+    say(c, "busy: gathers %.3f ms, sums %.3f ms\n", ms(plan->gather_busy_ns), ms(plan->sum_busy_ns));
 }
 
 uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan, const char *const *op_names,
@@ -93,8 +109,9 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
       mib(input->frame_count, input->frame_bytes));
   say(&c, "largest op: ");
   say_op(&c, op_names, largest_op);
-  say(&c, " needs %" PRIu64 " frames, %.1f MiB: %" PRIu64 " chunks and %" PRIu32 " of non-model memory\n", largest,
-      mib(largest, input->frame_bytes), largest_chunks, input->ops[largest_op].heap_frames);
+  say(&c, " needs %" PRIu64 " frames, %.1f MiB: %" PRIu64 " chunks and %" PRIu32 " of %s\n", largest,
+      mib(largest, input->frame_bytes), largest_chunks, input->ops[largest_op].heap_frames,
+      input->groups.group_count > 0 ? "non-model memory and what is gathered" : "non-model memory");
   say_stays(&c, input, plan);
   say(&c, "fetched a step: %" PRIu64 " chunks, %.1f MiB; the optimum is %" PRIu64, plan->fetch_count,
       mib(plan->fetch_count, input->link_bytes), plan->optimum_count);
@@ -107,6 +124,7 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
       evicts, plan->evict_dirty_count, mib(plan->evict_dirty_count, input->link_bytes), for_update);
   say(&c, "updates: %" PRIu64 " pieces on the device, %" PRIu64 " on the host\n", plan->device_piece_count,
       plan->piece_count - plan->device_piece_count);
+  say_groups(&c, input, plan);
   if (plan->file_chunks > 0)
     say(&c, "files: %" PRIu64 " chunks of states, %.1f MiB, read and written a step, busy for %.3f ms\n",
         plan->file_chunks, mib(plan->file_chunks, input->file_bytes), ms(plan->file_busy_ns));

@@ -1,8 +1,8 @@
 /* Plans the gathers of sharded arenas. SPDX-License-Identifier: Apache-2.0
  *
- * A walk over the ops. At each op, first the chunks that it uses are gathered, as far as they are missing; then those
- * of the next ops, in their order, while there are free frames, or frames of chunks that are needed later than the one
- * that is gathered. */
+ * A walk over the ops. At each op, chunks leave until the op has no more than its frames; then the chunks that it uses
+ * are gathered, as far as they are missing; then those of the next ops, in their order, while each op until then has a
+ * free frame, or a frame of a chunk that is needed later than the one that is gathered. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,7 +18,7 @@ typedef struct {
   uint32_t *use_of;   /* [uses] ops that use each chunk, ascending; those of chunk c begin at of_first[c] */
   uint32_t *of_first; /* [chunk_count + 1] */
   uint32_t *next;     /* [chunk_count] index in use_of of the first op that is not over */
-  uint32_t *gathered; /* [frames] the gathered chunks, in no order */
+  uint32_t *gathered; /* [chunk_count] the gathered chunks, in no order */
   uint32_t *place;    /* [chunk_count] where a chunk is in gathered; NEVER: it is not gathered */
   uint32_t gathered_count;
 } walk_t;
@@ -44,37 +44,61 @@ static void add_event(walk_t *w, uint32_t chunk, bool leaves) {
   w->plan.events[w->event_count++] = (gmi_gather_event_t){ chunk, leaves };
 }
 
-/* Frees a frame whose chunk is not needed by the ops from `op` to `until`. False: each is. Of chunks that are needed
- * equally late, the one with the lowest number leaves. */
-static bool make_room(walk_t *w, uint32_t op, uint32_t until) {
+static void remove_chunk(walk_t *w, uint32_t chunk) {
+  uint32_t last = w->gathered[--w->gathered_count];
+  w->gathered[w->place[chunk]] = last;
+  w->place[last] = w->place[chunk];
+  w->place[chunk] = NEVER;
+}
+static void add_chunk(walk_t *w, uint32_t chunk) {
+  w->place[chunk] = w->gathered_count;
+  w->gathered[w->gathered_count++] = chunk;
+}
+
+/* The chunk that is needed last, if it is not needed by the ops from `op` to `until`, leaves. False: each is. Of chunks
+ * that are needed equally late, the one with the lowest number leaves. */
+static bool one_leaves(walk_t *w, uint32_t op, uint32_t until) {
   uint32_t best = NEVER, furthest = until;
-  if (w->gathered_count < w->in->frames) return true;
-  for (uint32_t i = 0; i < w->gathered_count; i++) {
+  for (uint32_t i = 0; !w->in->stays && i < w->gathered_count; i++) {
     uint32_t chunk = w->gathered[i], next = next_use(w, chunk, op);
     if (next <= until || (best != NEVER && (next < furthest || (next == furthest && chunk > best)))) continue;
     best = chunk;
     furthest = next;
   }
   if (best == NEVER) return false;
-  uint32_t last = w->gathered[--w->gathered_count];
-  w->gathered[w->place[best]] = last;
-  w->place[last] = w->place[best];
-  w->place[best] = NEVER;
+  remove_chunk(w, best);
   add_event(w, best, true);
   return true;
 }
 
-/* Gathers what op `of` uses, at the begin of op. False: there is no room for all of it. */
-static bool gather(walk_t *w, uint32_t op, uint32_t of) {
+/* Gathers what op `of` uses, at the begin of op. frames: those that each op has from `op` to the one before `of`.
+ * False: there is no room for all of it. An op's own chunks always have room: those that it does not use have left, or
+ * stay as they would without a plan. */
+static bool gather(walk_t *w, uint32_t op, uint32_t of, uint32_t frames) {
+  if (w->plan.on_demand[of]) return false;
   for (uint32_t k = w->in->use_first[of]; k < w->in->use_first[of + 1]; k++) {
     uint32_t chunk = w->in->uses[k];
     if (w->place[chunk] != NEVER) continue;
-    if (!make_room(w, op, of)) return false;
-    w->place[chunk] = w->gathered_count;
-    w->gathered[w->gathered_count++] = chunk;
+    while (w->gathered_count >= frames)
+      if (!one_leaves(w, op, of)) break;
+    if (op != of && w->gathered_count >= frames) return false;
+    add_chunk(w, chunk);
     add_event(w, chunk, false);
   }
   return true;
+}
+
+/* An op that acquires its chunks by itself, and has no frame for others meanwhile. Only what stays is there behind
+ * it. */
+static void op_on_demand(walk_t *w, uint32_t op) {
+  const gmi_gather_input_t *in = w->in;
+  while (!in->stays && w->gathered_count) {
+    add_event(w, w->gathered[0], true);
+    remove_chunk(w, w->gathered[0]);
+  }
+  w->plan.gathered[op] = w->gathered_count;
+  for (uint32_t k = in->use_first[op]; in->stays && k < in->use_first[op + 1]; k++)
+    if (w->place[in->uses[k]] == NEVER) add_chunk(w, in->uses[k]);
 }
 
 static gemini_status_t walk(walk_t *w) {
@@ -86,10 +110,22 @@ static gemini_status_t walk(walk_t *w) {
     for (uint32_t k = in->use_first[op]; k < in->use_first[op + 1]; k++) w->use_of[w->next[in->uses[k]]++] = op;
   memcpy(w->next, w->of_first, in->chunk_count * sizeof *w->next);
   memset(w->place, 0xff, in->chunk_count * sizeof *w->place);
+  for (uint32_t op = 0; op < in->op_count; op++)
+    w->plan.on_demand[op] = in->use_first[op + 1] - in->use_first[op] > in->frames[op];
   for (uint32_t op = 0; op < in->op_count; op++) {
     w->plan.event_first[op] = w->event_count;
-    if (!gather(w, op, op)) return GEMINI_ERR_OOM_DEVICE;
-    for (uint32_t ahead = op + 1; ahead < in->op_count && gather(w, op, ahead); ahead++) continue;
+    if (w->plan.on_demand[op]) {
+      op_on_demand(w, op);
+      continue;
+    }
+    while (w->gathered_count > in->frames[op] && one_leaves(w, op, op)) continue;
+    uint32_t frames = in->frames[op];
+    (void)gather(w, op, op, frames);
+    for (uint32_t ahead = op + 1; ahead < in->op_count && w->gathered_count < in->chunk_count; ahead++) {
+      if (!gather(w, op, ahead, frames)) break;
+      if (in->frames[ahead] < frames) frames = in->frames[ahead];
+    }
+    w->plan.gathered[op] = w->gathered_count;
   }
   w->plan.event_first[in->op_count] = w->event_count;
   return w->lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_OK;
@@ -103,9 +139,13 @@ gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather
   w.of_first = calloc((size_t)input->chunk_count + 1, sizeof *w.of_first);
   w.next = calloc((size_t)input->chunk_count + 1, sizeof *w.next);
   w.place = calloc((size_t)input->chunk_count + 1, sizeof *w.place);
-  w.gathered = calloc((size_t)input->frames + 1, sizeof *w.gathered);
+  w.gathered = calloc((size_t)input->chunk_count + 1, sizeof *w.gathered);
+  w.plan.gathered = calloc((size_t)input->op_count + 1, sizeof *w.plan.gathered);
+  w.plan.on_demand = calloc((size_t)input->op_count + 1, sizeof *w.plan.on_demand);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  if (w.plan.event_first && w.use_of && w.of_first && w.next && w.place && w.gathered) status = walk(&w);
+  if (w.plan.event_first && w.plan.gathered && w.plan.on_demand && w.use_of && w.of_first && w.next && w.place &&
+      w.gathered)
+    status = walk(&w);
   free(w.use_of);
   free(w.of_first);
   free(w.next);
@@ -119,5 +159,7 @@ gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather
 void gmi_gather_plan_free(gmi_gather_plan_t *plan) {
   free(plan->event_first);
   free(plan->events);
+  free(plan->gathered);
+  free(plan->on_demand);
   *plan = (gmi_gather_plan_t){ 0 };
 }

@@ -25,13 +25,13 @@ void gmi_facts_free(gmi_facts_t *facts) {
 }
 
 /* Fills piece_use by walking the iteration backwards twice, with next_op[chunk] holding the next op that accesses
- * the chunk. The first round only establishes the state at the end of the iteration: what the next iteration
- * accesses first. */
+ * the chunk, or waits for a gather of a slice in it. The first round only establishes the state at the end of the
+ * iteration: what the next iteration accesses first. */
 static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
   const gmi_plan_input_t *input = facts->input;
   memset(next_op, 0xff, input->chunk_count * sizeof *next_op);
   for (uint32_t round = 0; round < 2; round++) {
-    uint32_t base = round == 0 ? input->op_count : 0;
+    uint32_t base = round == 0 ? input->op_count : 0, gather = input->groups.gather_count;
     for (uint32_t op = input->op_count; op-- > 0;) {
       for (uint32_t i = facts->op_piece_first[op]; round == 1 && i < facts->op_piece_first[op + 1]; i++) {
         uint32_t piece = facts->op_pieces[i], soonest = NONE;
@@ -43,6 +43,9 @@ static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
       }
       for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
         next_op[input->accesses[x].chunk] = op + base;
+      for (; gather > 0 && input->groups.gathers[gather - 1].use_op == op; gather--)
+        for (uint32_t k = 0; k < input->groups.gathers[gather - 1].part_count; k++)
+          next_op[input->groups.gathers[gather - 1].parts[k]] = op + base;
     }
   }
 }

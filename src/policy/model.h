@@ -17,8 +17,8 @@ typedef struct gmi_facts {
   uint32_t *op_piece_first;   /* [op_count + 1] index into op_pieces and op_pieces_by_use */
   uint32_t *op_pieces;        /* [piece_count] sorted by after_op, then index */
   uint32_t *op_pieces_by_use; /* [piece_count] sorted by after_op, then soonest next use by an op, then index */
-  /* [piece_count] the next op that uses one of the piece's shared chunks; + op_count if it is in the next iteration;
-   * UINT32_MAX if there is none */
+  /* [piece_count] the next op that uses one of the piece's shared chunks, or waits for a gather from one; + op_count if
+   * it is in the next iteration; UINT32_MAX if there is none */
   uint32_t *piece_use;
   /* [piece_count] sorted by the compute time between the piece and the next use of its shared chunks, shortest first */
   uint32_t *pieces_by_gap;
@@ -68,6 +68,11 @@ static inline uint32_t gmi_model_room(const gmi_model_t *model, uint32_t stage) 
 }
 static inline uint32_t gmi_plan_piece_end(const gmi_plan_input_t *input, uint32_t piece) {
   return input->pieces[piece + 1].chunk_first;
+}
+
+/* Time of a copy of bytes of a chunk, of which all take chunk_ns. */
+static inline uint64_t gmi_plan_part_ns(const gmi_plan_input_t *input, uint64_t chunk_ns, uint64_t bytes) {
+  return (uint64_t)((double)chunk_ns * (double)bytes / (double)input->link_bytes);
 }
 
 gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts_out);

@@ -59,6 +59,7 @@ void gmi_plan_free(gmi_plan_t *plan) {
   free(plan->stays);
   free(plan->next_use);
   free(plan->piece_use);
+  free(plan->traffic);
   memset(plan, 0, sizeof *plan);
 }
 
@@ -77,6 +78,25 @@ static bool scalars_are_valid(const gmi_plan_input_t *input) {
          (input->piece_count == 0 || (input->pieces != NULL && input->piece_chunks != NULL)) &&
          input->placement < GMI_PLACEMENTS && input->static_param_fraction >= 0 && input->static_param_fraction <= 1 &&
          input->static_optim_fraction >= 0 && input->static_optim_fraction <= 1;
+}
+
+static bool collectives_are_valid(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count,
+                                  uint64_t *total_ns) {
+  for (uint32_t i = 0; i < count; i++) {
+    const gmi_plan_collective_t *c = &all[i];
+    if (c->op >= input->op_count || c->use_op >= input->op_count || c->use_op < c->op ||
+        c->group >= input->groups.group_count || c->part_count > GMI_PLAN_PARTS ||
+        (c->frame_op != GMI_NO_OP && c->frame_op >= c->op) ||
+        (i > 0 && (c->op < all[i - 1].op || c->use_op < all[i - 1].use_op)))
+      return false;
+    for (uint32_t k = 0; k < c->part_count; k++)
+      if (c->parts[k] >= input->chunk_count || c->part_bytes[k] > input->link_bytes) return false;
+    if (!add_time(total_ns, 1, input->groups.links[c->group].gather_ns) ||
+        !add_time(total_ns, 1, input->groups.links[c->group].sum_ns) ||
+        !add_time(total_ns, GMI_PLAN_PARTS, input->fetch_ns) || !add_time(total_ns, GMI_PLAN_PARTS, input->evict_ns))
+      return false;
+  }
+  return true;
 }
 
 /* seen: [chunk_count] zeroed; holds the piece (+ 1) that named the chunk last, to find a chunk named twice in a
@@ -106,6 +126,9 @@ static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
     }
     piece_chunks += gmi_plan_piece_end(input, p) - piece->chunk_first;
   }
+  if (!collectives_are_valid(input, input->groups.gathers, input->groups.gather_count, &total_ns) ||
+      !collectives_are_valid(input, input->groups.sums, input->groups.sum_count, &total_ns))
+    return false;
   /* Indices of accesses, including those of pieces, need one bit for GMI_MODEL_LEAVE. */
   return accesses + piece_chunks < GMI_MODEL_INDEX && add_time(&total_ns, accesses + piece_chunks, input->fetch_ns) &&
          add_time(&total_ns, accesses + piece_chunks, input->evict_ns) &&

@@ -55,6 +55,34 @@ typedef struct gmi_plan_piece {
   uint64_t device_ns; /* duration on the device when nothing else runs */
 } gmi_plan_piece_t;
 
+/* What a group of ranks does with a chunk that they share: a gather, or the sum of gradients. Of the chunk, this rank
+ * keeps the slice that lies in parts, which are chunks of the plan. A gather copies the slice to the device, unless its
+ * parts are there, and then brings the others'; a sum brings this rank's slice from the device behind it. */
+enum { GMI_PLAN_PARTS = 2 };
+#define GMI_NO_OP UINT32_MAX
+typedef struct gmi_plan_collective {
+  uint32_t op;     /* a gather is queued as this op begins, a sum when it has ended */
+  uint32_t use_op; /* gather: the op that waits for it, op or a later one. sum: op */
+  uint32_t
+      frame_op; /* gather: the op, before op, whose end frees the frame; GMI_NO_OP: the frame is new. sum: GMI_NO_OP */
+  uint32_t group; /* below group_count */
+  uint32_t part_count, reserved;
+  uint32_t parts[GMI_PLAN_PARTS];
+  uint64_t part_bytes[GMI_PLAN_PARTS]; /* 0: the part is zero, and is not copied */
+  uint64_t bytes;                      /* of a gather: received from other ranks; of a sum: sent to them */
+} gmi_plan_collective_t;
+/* A group's two links. All chunks that ranks share are equally large. */
+typedef struct gmi_plan_group {
+  uint64_t gather_ns, sum_ns; /* of one chunk, when all ranks are there */
+} gmi_plan_group_t;
+/* Gathers and sums in the order in which they are queued, so op never falls, and neither does use_op. Frames of
+ * gathered chunks, and of gradients that wait for their sum, are among heap_frames. */
+typedef struct gmi_plan_groups {
+  uint32_t gather_count, sum_count, group_count, reserved;
+  const gmi_plan_collective_t *gathers, *sums;
+  const gmi_plan_group_t *links; /* [group_count] */
+} gmi_plan_groups_t;
+
 enum { GMI_PLACEMENTS = GEMINI_PLACEMENT_STATIC + 1 }; /* how many there are */
 typedef struct gmi_plan_input {
   uint32_t op_count, chunk_count, frame_count, piece_count;
@@ -76,6 +104,7 @@ typedef struct gmi_plan_input {
   uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */
+  gmi_plan_groups_t groups;
 } gmi_plan_input_t;
 
 #define GMI_NO_PIECE UINT32_MAX
@@ -97,6 +126,12 @@ enum {
 /* A plan. Invariants: fetch_first and evict_first ascend and end with the number of moves; every access that needs
  * bytes finds its chunk resident if the moves are carried out in order; no stage has more resident chunks than
  * frames. */
+typedef struct gmi_plan_traffic { /* of a group in one iteration, bytes */
+  uint64_t gathered;              /* received from other ranks */
+  uint64_t summed;                /* sent to other ranks */
+  uint64_t fetched, stored;       /* own slices, to the device for gathers, and from sums to where slices are */
+} gmi_plan_traffic_t;
+
 typedef struct gmi_plan {
   uint32_t op_count, chunk_count, piece_count;
   uint32_t worst_op; /* the op that waits longest for chunks, in the op itself or in its device pieces */
@@ -121,12 +156,13 @@ typedef struct gmi_plan {
   uint64_t optimum_count;
   uint64_t evict_dirty_count;
   uint64_t device_piece_count;
-  uint64_t predicted_ns; /* duration of one iteration in the steady state; at least each of the five busy times below */
-  /* busy time of each resource in one iteration */
-  uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns;
-  uint64_t file_chunks;    /* chunks read from files per iteration; as many are written */
-  uint64_t stall_ns;       /* predicted_ns - compute_ns */
-  uint64_t worst_stall_ns; /* stall in worst_op */
+  uint64_t predicted_ns; /* duration of one iteration in the steady state; at least each of the busy times below */
+  /* busy time of each resource in one iteration; of gathers and sums, those of the group that takes longest */
+  uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns, gather_busy_ns, sum_busy_ns;
+  uint64_t file_chunks;        /* chunks read from files per iteration; as many are written */
+  uint64_t stall_ns;           /* predicted_ns - compute_ns */
+  uint64_t worst_stall_ns;     /* stall in worst_op */
+  gmi_plan_traffic_t *traffic; /* [groups.group_count] */
 } gmi_plan_t;
 
 typedef struct gmi_plan_failure { /* says why gmi_plan_make() returned GEMINI_ERR_OOM_DEVICE */
@@ -177,15 +213,17 @@ uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
 
 /* ---- gathers of sharded arenas
  *
- * Chooses before which op each chunk is gathered, for a number of frames, and which gathered chunk leaves for it: as
- * early as the frames allow, and of the chunks that are in the way, the one with the furthest next use leaves (Belady,
- * "A study of replacement algorithms", 1966). At the begin no chunk is gathered. The result depends on the input alone,
- * so ranks with equal inputs gather in the same order. */
+ * Chooses before which op each chunk is gathered, for a number of frames at each op, and which gathered chunk leaves
+ * for it: as early as the frames allow, and of the chunks that are in the way, the one with the furthest next use
+ * leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with more chunks
+ * than frames is *on demand*: nothing is gathered before it, and its own chunks are when it acquires them and leave
+ * when it ends. The result depends on the input alone, so ranks with equal inputs gather in the same order. */
 typedef struct gmi_gather_input {
   uint32_t op_count, chunk_count;
-  uint32_t frames;           /* at least the chunks of any op */
+  const uint32_t *frames;    /* [op_count] for gathered chunks, from the op's begin to that of the next */
   const uint32_t *use_first; /* [op_count + 1] an op's first use in uses */
   const uint32_t *uses;      /* chunks, below chunk_count; those of one op all differ */
+  bool stays;                /* what is gathered never leaves, also not behind an op on demand */
 } gmi_gather_input_t;
 typedef struct gmi_gather_event {
   uint32_t chunk;
@@ -194,8 +232,10 @@ typedef struct gmi_gather_event {
 typedef struct gmi_gather_plan {
   uint32_t *event_first; /* [op_count + 1] the first of the events at an op's begin; the op's own gathers come first */
   gmi_gather_event_t *events;
+  uint32_t *gathered; /* [op_count] chunks that are gathered behind these events; of an op on demand none of its own */
+  bool *on_demand;    /* [op_count] */
 } gmi_gather_plan_t;
-/* OOM_DEVICE: an op has more chunks than frames. OOM_SYSTEM: no memory. The caller frees the plan. */
+/* OOM_SYSTEM: no memory. The caller frees the plan. */
 gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather_plan_t *plan_out);
 void gmi_gather_plan_free(gmi_gather_plan_t *plan);
 

@@ -55,14 +55,20 @@ static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint3
   const gmi_plan_input_t *input = model->facts->input;
   int64_t stages = model->stage_count, iteration_ns = 0, slack_ns = SLACK_FETCHES * (int64_t)input->fetch_ns;
   for (uint32_t j = 0; j < model->stage_count; j++) iteration_ns += (int64_t)stage_ns(model, j);
+  uint64_t slice_ns;
   int64_t latest_ns = INT64_MAX / 4; /* when the link must be free for the fetches behind; starts as no limit */
   for (uint32_t round = 0; round < 2; round++) {
     /* The first round only finds how far the next iteration's fetches reach back into this one: it leaves latest_ns
      * for the second. */
     int64_t begin_ns = iteration_ns, back_ns = iteration_ns, back = stages;
-    uint32_t f = fetch_count;
+    uint32_t f = fetch_count, gather = input->groups.gather_count;
     for (uint32_t j = model->stage_count; j-- > 0;) {
       begin_ns -= (int64_t)stage_ns(model, j);
+      /* slices for gathers take the link, too */
+      for (slice_ns = 0; gather > 0 && input->groups.gathers[gather - 1].use_op >= model->stage_op[j]; gather--)
+        for (uint32_t k = 0; k < input->groups.gathers[gather - 1].part_count; k++)
+          slice_ns += gmi_plan_part_ns(input, input->fetch_ns, input->groups.gathers[gather - 1].part_bytes[k]);
+      if (slice_ns > 0) latest_ns = (latest_ns < begin_ns ? latest_ns : begin_ns) - (int64_t)slice_ns;
       for (uint32_t x = model->stage_first[j + 1]; x-- > model->stage_first[j];) {
         if (!is_fetch(model, hits, x)) continue;
         f--;

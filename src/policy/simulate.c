@@ -17,6 +17,10 @@
  * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
  *   files before the update and written after it, a few pieces at a time. They run after the other host
  *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
+ * - A gather starts when its group's link has done the gathers before it, its frame is free and this rank's slice has
+ *   been copied, behind the fetches that were issued before it; a sum, when its op has ended and the group has done the
+ *   sums before it. Behind a sum, the slice goes to the host over the link of write-backs. Parts of slices that are on
+ *   the device need no link. Other ranks are as fast as this one.
  * - A device piece is a stage of the compute stream, after its op. If pieces run apart (input->pieces_apart), it
  *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
  * - The host issues work ahead of the device at no cost, but waits for the compute stream at the begin of an iteration,
@@ -24,7 +28,7 @@
  *
  * One pass in program order suffices, because everything waits only for earlier things. One thing depends on later
  * events: which piece the workers take. Therefore fetches, and the pieces that update the fetched chunks, are
- * evaluated only when a stage waits for them (machine_t.arriving). Every piece submitted later is ready only after
+ * evaluated only when a stage waits for them (fetching_t). Every piece submitted later is ready only after
  * that stage and changes nothing before it. (If device pieces run apart, this is an approximation.) */
 #include <stdlib.h>
 #include <string.h>
@@ -52,8 +56,33 @@ typedef struct heap {
   uint32_t count;
 } heap_t;
 
+/* Fetches that are issued but that no stage has waited for. They are in order of need, so they are evaluated in that
+ * order; those in front have been evaluated already for a gather behind them. */
+typedef struct fetching {
+  uint64_t *start_ns; /* [fetches] when an issued fetch gets its frame; once it is evaluated, when it is done */
+  uint32_t first;     /* index of the first one in the plan's fetches */
+  uint32_t count, evaluated;
+  uint64_t issued_total, evaluated_total; /* of all iterations */
+} fetching_t;
+
+/* Gathers and sums of the iteration. */
+typedef struct groups {
+  uint32_t issued, evaluated, arrived; /* gathers issued, evaluated, waited for by their op */
+  uint32_t sum;                        /* sums issued */
+  uint64_t *start_ns;                  /* [gather_count] as of fetches */
+  uint64_t *behind;                    /* [gather_count] fetching.issued_total when it was issued */
+  uint8_t *here;                       /* [gather_count + sum_count] bit per part: it is on the device */
+  uint64_t (*host_ns)[GMI_PLAN_PARTS]; /* [gather_count] host_ready_ns of each part when it was issued */
+  uint8_t *taken;                      /* [gather_count] bit per part: a piece had it then */
+  uint64_t *updated_ns;                /* [chunk_count] when the last host piece of the chunk was done */
+  uint64_t *came_ns;                   /* [chunk_count] when the chunk's last fetch was done */
+  uint64_t *op_end_ns;                 /* [op_count] in this iteration */
+  uint64_t *sum_ready_ns;              /* [chunk_count], if there are sums: when the sum that is in the chunk is done */
+  uint64_t *gather_ns, *sum_ns;        /* [group_count] when each link becomes free */
+} groups_t;
+
 /* State of the simulation; times count from the begin of the first iteration. Invariants: a piece is in at most one
- * of coming and ready; owed_ns is the sum of host_ns over submitted pieces that are not done; arriving_count is at
+ * of coming and ready; owed_ns is the sum of host_ns over submitted pieces that are not done; fetching.count is at
  * most the number of fetches of the plan. */
 typedef struct machine {
   const gmi_facts_t *facts;
@@ -63,12 +92,9 @@ typedef struct machine {
     uint64_t capacity, first, count;
   } runs;
   uint64_t free_frames;
-  uint64_t *host_ready_ns;  /* [chunk_count] when the host copy is current, not counting pieces that are not done */
-  uint64_t *fetch_start_ns; /* [fetches] when an issued fetch gets its frame */
-  /* the first fetch that is issued but not evaluated yet; fetches are in order of need, so they are evaluated in
-   * that order */
-  uint32_t arriving;
-  uint32_t arriving_count;
+  uint64_t *host_ready_ns; /* [chunk_count] when the host copy is current, not counting pieces that are not done */
+  fetching_t fetching;
+  groups_t groups;
   /* submitted pieces that are not blocked. coming: by the time at which they become ready; ready: those seen to be
    * ready, by next use */
   heap_t coming, ready;
@@ -188,6 +214,7 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++) {
     uint32_t chunk = input->piece_chunks[i], next = m->next_taker[i];
     m->host_ready_ns[chunk] = later(m->host_ready_ns[chunk], done_ns);
+    m->groups.updated_ns[chunk] = done_ns;
     if (next == NONE) {
       m->last_taker[chunk] = NONE;
     } else {
@@ -222,28 +249,101 @@ static void submit(machine_t *m, uint32_t piece) {
  * arrived_for(). */
 static void issue_fetches(machine_t *m, uint32_t *next, uint32_t end, uint32_t piece) {
   for (; *next < end && m->plan->fetches[*next].piece == piece; ++*next) {
-    m->fetch_start_ns[*next] = later(m->begin_ns, take_frames(m, 1));
+    m->fetching.start_ns[*next] = later(m->begin_ns, take_frames(m, 1));
+    m->fetching.issued_total++;
     /* more fetches are outstanding than the plan has: one of them is for no stage */
-    if (m->arriving_count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true;
+    if (m->fetching.count++ == m->plan->fetch_first[m->plan->op_count]) m->starved = true;
   }
 }
 
 /* Returns when fetch f is done if the fetch before it is done at fetch_ns. */
 static uint64_t fetched(const machine_t *m, uint32_t f, uint64_t fetch_ns) {
   uint64_t host_ready_ns = m->host_ready_ns[m->plan->fetches[f].chunk];
-  return later(later(fetch_ns, m->fetch_start_ns[f]), host_ready_ns) + m->facts->input->fetch_ns;
+  return later(later(fetch_ns, m->fetching.start_ns[f]), host_ready_ns) + m->facts->input->fetch_ns;
+}
+
+/* Evaluates the first issued gather that has not been, after the pieces that still update its slice. */
+static void evaluate_gather(machine_t *m) {
+  const gmi_plan_input_t *input = m->facts->input;
+  const uint32_t index = m->groups.evaluated++;
+  const gmi_plan_collective_t *g = &input->groups.gathers[index];
+  uint64_t own_ns = m->groups.start_ns[index];
+  for (uint32_t k = 0; k < g->part_count; k++) {
+    while (m->last_taker[g->parts[k]] != NONE) run_piece(m, UINT64_MAX);
+    if (m->groups.here[index] >> k & 1) {
+      own_ns = later(own_ns, m->groups.came_ns[g->parts[k]]);
+      if (m->updated_ns) own_ns = later(own_ns, m->updated_ns[g->parts[k]]);
+      continue;
+    }
+    uint64_t ready_ns = m->groups.host_ns[index][k]; /* not that of sums behind the gather */
+    if (m->groups.taken[index] >> k & 1) ready_ns = later(ready_ns, m->groups.updated_ns[g->parts[k]]);
+    own_ns = m->idle.fetch_ns =
+        later(later(m->idle.fetch_ns, own_ns), ready_ns) + gmi_plan_part_ns(input, input->fetch_ns, g->part_bytes[k]);
+  }
+  uint64_t *link_ns = &m->groups.gather_ns[g->group];
+  m->groups.start_ns[index] = *link_ns = later(*link_ns, own_ns) + input->groups.links[g->group].gather_ns;
+}
+
+/* Evaluates the first outstanding fetch that has not been, after the gathers whose slices were queued on the link
+ * before it, and after the pieces that still update its chunk. */
+static void evaluate_fetch(machine_t *m) {
+  const uint32_t fetches = m->plan->fetch_first[m->plan->op_count];
+  uint32_t f = m->fetching.first + m->fetching.evaluated;
+  if (f >= fetches) f -= fetches;
+  while (m->groups.evaluated < m->groups.issued && m->groups.behind[m->groups.evaluated] <= m->fetching.evaluated_total)
+    evaluate_gather(m);
+  while (m->last_taker[m->plan->fetches[f].chunk] != NONE) run_piece(m, UINT64_MAX);
+  m->fetching.start_ns[f] = m->idle.fetch_ns = fetched(m, f, m->idle.fetch_ns);
+  m->groups.came_ns[m->plan->fetches[f].chunk] = m->idle.fetch_ns;
+  m->fetching.evaluated++;
+  m->fetching.evaluated_total++;
+}
+
+/* Queues the gathers that belong before op. */
+static void issue_gathers(machine_t *m, uint32_t op) {
+  const gmi_plan_groups_t *groups = &m->facts->input->groups;
+  for (; m->groups.issued < groups->gather_count && groups->gathers[m->groups.issued].op == op; m->groups.issued++) {
+    uint32_t frame_op = groups->gathers[m->groups.issued].frame_op;
+    uint64_t free_ns = frame_op == GMI_NO_OP ? m->idle.stream_ns : m->groups.op_end_ns[frame_op];
+    m->groups.start_ns[m->groups.issued] = later(m->begin_ns, free_ns);
+    m->groups.behind[m->groups.issued] = m->fetching.issued_total;
+    m->groups.taken[m->groups.issued] = 0;
+    for (uint32_t k = 0; k < groups->gathers[m->groups.issued].part_count; k++) {
+      uint32_t part = groups->gathers[m->groups.issued].parts[k];
+      m->groups.host_ns[m->groups.issued][k] = m->host_ready_ns[part];
+      m->groups.taken[m->groups.issued] |= (uint8_t)((m->last_taker[part] != NONE) << k);
+    }
+  }
+}
+
+/* Returns when the gathers for op are done. Between its issue and its op nothing changes a gather's slice, so that it
+ * can be evaluated late: an update makes what was gathered before it leave. */
+static uint64_t gathered_for(machine_t *m, uint32_t op) {
+  const gmi_plan_groups_t *groups = &m->facts->input->groups;
+  uint64_t ready_ns = 0;
+  for (; m->groups.arrived < m->groups.issued && groups->gathers[m->groups.arrived].use_op == op; m->groups.arrived++) {
+    while (m->groups.evaluated <= m->groups.arrived) {
+      while (m->fetching.evaluated_total < m->groups.behind[m->groups.evaluated] &&
+             m->fetching.evaluated < m->fetching.count)
+        evaluate_fetch(m);
+      if (m->groups.evaluated <= m->groups.arrived) evaluate_gather(m);
+    }
+    ready_ns = later(ready_ns, m->groups.start_ns[m->groups.arrived]);
+  }
+  return ready_ns;
 }
 
 /* Evaluates the outstanding fetches for this stage, after the pieces that still update their chunks; returns when the
  * last of them is done. */
 static uint64_t arrived_for(machine_t *m, uint32_t op, uint32_t piece) {
   uint64_t ready_ns = 0;
-  for (; m->arriving_count > 0; m->arriving_count--) {
-    const gmi_plan_move_t *move = &m->plan->fetches[m->arriving];
+  for (; m->fetching.count > 0; m->fetching.count--) {
+    const gmi_plan_move_t *move = &m->plan->fetches[m->fetching.first];
     if (move->use_op != op || move->use_piece != piece) break;
-    while (m->last_taker[move->chunk] != NONE) run_piece(m, UINT64_MAX);
-    ready_ns = m->idle.fetch_ns = fetched(m, m->arriving, m->idle.fetch_ns);
-    if (++m->arriving == m->plan->fetch_first[m->plan->op_count]) m->arriving = 0;
+    if (m->fetching.evaluated == 0) evaluate_fetch(m);
+    ready_ns = m->fetching.start_ns[m->fetching.first];
+    m->fetching.evaluated--;
+    if (++m->fetching.first == m->plan->fetch_first[m->plan->op_count]) m->fetching.first = 0;
   }
   return ready_ns;
 }
@@ -274,10 +374,87 @@ static void run_stage(machine_t *m, uint64_t ready_ns, uint64_t duration_ns) {
   m->idle.stream_ns += duration_ns;
 }
 
+/* ---- groups */
+/* Queues the sums behind op, which has ended, and the copies of this rank's slices. */
+static void issue_sums(machine_t *m, uint32_t op) {
+  const gmi_plan_input_t *input = m->facts->input;
+  for (; m->groups.sum < input->groups.sum_count && input->groups.sums[m->groups.sum].op == op; m->groups.sum++) {
+    const gmi_plan_collective_t *s = &input->groups.sums[m->groups.sum];
+    uint64_t *link_ns = &m->groups.sum_ns[s->group];
+    *link_ns = later(*link_ns, m->idle.stream_ns) + input->groups.links[s->group].sum_ns;
+    for (uint32_t k = 0; k < s->part_count; k++) {
+      m->groups.sum_ready_ns[s->parts[k]] = later(m->groups.sum_ready_ns[s->parts[k]], *link_ns);
+      if (m->groups.here[input->groups.gather_count + m->groups.sum] >> k & 1) continue;
+      m->idle.evict_ns = later(m->idle.evict_ns, *link_ns) + gmi_plan_part_ns(input, input->evict_ns, s->part_bytes[k]);
+      m->host_ready_ns[s->parts[k]] = later(m->host_ready_ns[s->parts[k]], m->idle.evict_ns);
+    }
+  }
+}
+
+/* Returns when the sums are done that a device piece updates from. */
+static uint64_t summed_for(const machine_t *m, uint32_t piece) {
+  const gmi_plan_input_t *input = m->facts->input;
+  uint64_t ready_ns = 0;
+  for (uint32_t i = input->pieces[piece].chunk_first;
+       input->groups.sum_count > 0 && i < gmi_plan_piece_end(input, piece); i++)
+    ready_ns = later(ready_ns, m->groups.sum_ready_ns[input->piece_chunks[i]]);
+  return ready_ns;
+}
+
+/* Notes which parts of the collectives behind the last one noted, up to those of op, are on the device. */
+static void note_parts(const gmi_plan_collective_t *all, uint32_t count, uint32_t *next, uint32_t op,
+                       const uint8_t *resident, uint8_t *here) {
+  for (; *next < count && all[*next].op == op; ++*next)
+    for (uint32_t k = 0; k < all[*next].part_count; k++)
+      here[*next] |= (uint8_t)((resident[all[*next].parts[k]] != 0) << k);
+}
+
+/* The busy time of the group's link that takes longest. */
+static uint64_t links_busy(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count, bool sums) {
+  uint64_t most_ns = 0;
+  for (uint32_t group = 0; group < input->groups.group_count; group++) {
+    uint64_t busy_ns = 0;
+    for (uint32_t i = 0; i < count; i++)
+      if (all[i].group == group)
+        busy_ns += sums ? input->groups.links[group].sum_ns : input->groups.links[group].gather_ns;
+    most_ns = later(most_ns, busy_ns);
+  }
+  return most_ns;
+}
+
+/* Adds up what the groups move. Copies of slices are work of the links between host and device. */
+static void count_traffic(const machine_t *m, gmi_plan_t *plan) {
+  const gmi_plan_input_t *input = m->facts->input;
+  if (input->groups.group_count > 0) memset(plan->traffic, 0, input->groups.group_count * sizeof *plan->traffic);
+  for (uint32_t i = 0; i < input->groups.gather_count + input->groups.sum_count; i++) {
+    const bool sum = i >= input->groups.gather_count;
+    const gmi_plan_collective_t *c =
+        sum ? &input->groups.sums[i - input->groups.gather_count] : &input->groups.gathers[i];
+    gmi_plan_traffic_t *traffic = &plan->traffic[c->group];
+    *(sum ? &traffic->summed : &traffic->gathered) += c->bytes;
+    for (uint32_t k = 0; k < c->part_count; k++) {
+      const bool here = m->groups.here[i] >> k & 1;
+      if (sum) traffic->stored += c->part_bytes[k];
+      else if (!here) traffic->fetched += c->part_bytes[k];
+      if (here) continue;
+      *(sum ? &plan->evict_busy_ns : &plan->fetch_busy_ns) +=
+          gmi_plan_part_ns(input, sum ? input->evict_ns : input->fetch_ns, c->part_bytes[k]);
+    }
+  }
+  plan->gather_busy_ns = links_busy(input, input->groups.gathers, input->groups.gather_count, false);
+  plan->sum_busy_ns = links_busy(input, input->groups.sums, input->groups.sum_count, true);
+}
+
+static uint64_t latest_of(const uint64_t *ns, uint32_t count) {
+  uint64_t latest_ns = 0;
+  for (uint32_t i = 0; i < count; i++) latest_ns = later(latest_ns, ns[i]);
+  return latest_ns;
+}
+
 /* Runs a device piece: as a stage of the compute stream, or on its own stream after its op if pieces run apart. */
 static void update_on_device(machine_t *m, uint32_t piece) {
   const gmi_plan_input_t *input = m->facts->input;
-  uint64_t ready_ns = arrived_for(m, input->pieces[piece].after_op, piece);
+  uint64_t ready_ns = later(arrived_for(m, input->pieces[piece].after_op, piece), summed_for(m, piece));
   if (!m->updated_ns) {
     run_stage(m, ready_ns, input->pieces[piece].device_ns);
     return;
@@ -365,16 +542,21 @@ static void run_iteration(machine_t *m) {
   const gmi_plan_t *plan = m->plan;
   m->begin_ns = m->idle.stream_ns;
   m->worst_op = 0, m->worst_stall_ns = 0;
+  m->groups.issued = m->groups.evaluated = m->groups.arrived = m->groups.sum = 0;
   for (uint32_t op = 0; op < input->op_count; op++) {
     uint32_t fetch = plan->fetch_first[op], fetch_end = plan->fetch_first[op + 1];
     uint32_t evict = plan->evict_first[op], evict_end = plan->evict_first[op + 1];
     uint32_t heap = input->ops[op].heap_frames, before = input->ops[op > 0 ? op - 1 : input->op_count - 1].heap_frames;
     if (heap < before) give_frames(m, m->idle.stream_ns, before - heap);
     issue_fetches(m, &fetch, fetch_end, GMI_NO_PIECE);
+    issue_gathers(m, op);
     uint64_t ready_ns = take_frames(m, (uint64_t)m->fresh[op] + (heap > before ? heap - before : 0));
     m->stall_ns = 0;
     ready_ns = later(ready_ns, later(arrived_for(m, op, GMI_NO_PIECE), updated_for(m, op)));
+    ready_ns = later(ready_ns, gathered_for(m, op));
     run_stage(m, ready_ns, input->ops[op].compute_ns);
+    m->groups.op_end_ns[op] = m->idle.stream_ns;
+    issue_sums(m, op);
     issue_evicts(m, &evict, evict_end, GMI_NO_PIECE);
     for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
       uint32_t piece = m->facts->op_pieces[i];
@@ -403,22 +585,26 @@ static void run_iteration(machine_t *m) {
   m->ops_before += input->op_count;
 }
 
-/* Counts, for each op, the chunks that get a frame without a fetch, by following the plan's moves through one
- * iteration. */
+/* Counts, for each op, the chunks that get a frame without a fetch, and notes which slices of groups are on the device,
+ * by following the plan's moves through one iteration. */
 static void find_fresh(machine_t *m, uint8_t *resident) {
   const gmi_plan_input_t *input = m->facts->input;
   const gmi_plan_t *plan = m->plan;
+  uint32_t gather = 0, sum = 0;
   memcpy(resident, plan->resident_at_start, input->chunk_count);
   for (uint32_t op = 0; op < input->op_count; op++) {
     uint32_t fetch = plan->fetch_first[op], evict = plan->evict_first[op];
     for (; fetch < plan->fetch_first[op + 1] && plan->fetches[fetch].piece == GMI_NO_PIECE; fetch++)
       resident[plan->fetches[fetch].chunk] = 1;
+    note_parts(input->groups.gathers, input->groups.gather_count, &gather, op, resident, m->groups.here);
     for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++) {
       uint32_t chunk = input->accesses[x].chunk;
       if ((input->accesses[x].mode & GMI_ACCESS_FRESH) == 0 || resident[chunk]) continue;
       resident[chunk] = 1;
       m->fresh[op]++;
     }
+    note_parts(input->groups.sums, input->groups.sum_count, &sum, op, resident,
+               m->groups.here + input->groups.gather_count);
     for (; evict < plan->evict_first[op + 1] && plan->evicts[evict].piece == GMI_NO_PIECE; evict++)
       resident[plan->evicts[evict].chunk] = 0;
     /* Moves of device pieces, in the order of pieces. A chunk may be fetched for a piece and leave after it, or
@@ -459,7 +645,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   if (m.runs.capacity > (uint64_t)input->frame_count + 2) m.runs.capacity = (uint64_t)input->frame_count + 2;
   m.runs.ring = malloc(m.runs.capacity * sizeof *m.runs.ring);
   m.host_ready_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.host_ready_ns);
-  m.fetch_start_ns = malloc((fetches + 1) * sizeof *m.fetch_start_ns);
+  m.fetching.start_ns = malloc((fetches + 1) * sizeof *m.fetching.start_ns);
   m.coming.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.coming.items);
   m.ready.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready.items);
   m.ready_ns = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready_ns);
@@ -472,12 +658,27 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
   m.queue.pieces = calloc((size_t)input->piece_count + 1, sizeof *m.queue.pieces);
   m.queue.ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue.ns);
+  m.groups.start_ns = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.start_ns);
+  m.groups.behind = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.behind);
+  m.groups.here = calloc((size_t)input->groups.gather_count + input->groups.sum_count + 1, 1);
+  m.groups.host_ns = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.host_ns);
+  m.groups.taken = calloc((size_t)input->groups.gather_count + 1, 1);
+  m.groups.updated_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.groups.updated_ns);
+  m.groups.came_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.groups.came_ns);
+  m.groups.op_end_ns = calloc((size_t)input->op_count + 1, sizeof *m.groups.op_end_ns);
+  m.groups.sum_ready_ns = calloc(input->groups.sum_count ? (size_t)input->chunk_count + 1 : 1, sizeof(uint64_t));
+  m.groups.gather_ns = calloc((size_t)input->groups.group_count + 1, sizeof *m.groups.gather_ns);
+  m.groups.sum_ns = calloc((size_t)input->groups.group_count + 1, sizeof *m.groups.sum_ns);
+  if (!plan->traffic) plan->traffic = calloc((size_t)input->groups.group_count + 1, sizeof *plan->traffic);
   uint8_t *resident = malloc((size_t)input->chunk_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  if (m.runs.ring == NULL || m.host_ready_ns == NULL || m.fetch_start_ns == NULL || m.coming.items == NULL ||
+  if (m.runs.ring == NULL || m.host_ready_ns == NULL || m.fetching.start_ns == NULL || m.coming.items == NULL ||
       m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.last_taker == NULL ||
       m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL ||
-      m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL)
+      m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL || m.groups.start_ns == NULL ||
+      m.groups.behind == NULL || m.groups.here == NULL || m.groups.host_ns == NULL || m.groups.taken == NULL ||
+      m.groups.updated_ns == NULL || m.groups.came_ns == NULL || m.groups.op_end_ns == NULL ||
+      m.groups.sum_ready_ns == NULL || m.groups.gather_ns == NULL || m.groups.sum_ns == NULL || plan->traffic == NULL)
     goto end;
 
   status = GEMINI_ERR_INVALID;
@@ -490,19 +691,23 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   memset(m.last_taker, 0xff, input->chunk_count * sizeof *m.last_taker);
   give_frames(&m, 0, input->frame_count - held);
   /* Steady: an iteration lasts as long as the one before and leaves the same work behind on every resource. */
-  uint64_t length_ns = 0, behind_ns[5] = { 0 };
+  uint64_t length_ns = 0, behind_ns[7] = { 0 };
   uint32_t iteration = 0;
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
     if (m.starved) goto end;
     uint64_t fetch_ns = m.idle.fetch_ns;
-    for (uint32_t k = 0, f = m.arriving; k < m.arriving_count; k++, f = f + 1 < fetches ? f + 1 : 0)
-      fetch_ns = fetched(&m, f, fetch_ns);
-    uint64_t behind_now_ns[5] = { later(fetch_ns, m.idle.stream_ns) - m.idle.stream_ns,
+    for (uint32_t k = 0, f = m.fetching.first; k < m.fetching.count; k++, f = f + 1 < fetches ? f + 1 : 0)
+      if (k >= m.fetching.evaluated) fetch_ns = fetched(&m, f, fetch_ns);
+    uint64_t gather_ns = latest_of(m.groups.gather_ns, input->groups.group_count);
+    uint64_t sum_ns = latest_of(m.groups.sum_ns, input->groups.group_count);
+    uint64_t behind_now_ns[7] = { later(fetch_ns, m.idle.stream_ns) - m.idle.stream_ns,
                                   later(m.idle.evict_ns, m.idle.stream_ns) - m.idle.stream_ns,
                                   later(m.idle.update_ns, m.idle.stream_ns) - m.idle.stream_ns + m.owed_ns,
                                   later(m.idle.file_ns, m.idle.stream_ns) - m.idle.stream_ns,
-                                  later(m.idle.device_update_ns, m.idle.stream_ns) - m.idle.stream_ns };
+                                  later(m.idle.device_update_ns, m.idle.stream_ns) - m.idle.stream_ns,
+                                  later(gather_ns, m.idle.stream_ns) - m.idle.stream_ns,
+                                  later(sum_ns, m.idle.stream_ns) - m.idle.stream_ns };
     steady = iteration > 0 && length_ns == m.idle.stream_ns - m.begin_ns &&
              memcmp(behind_ns, behind_now_ns, sizeof behind_ns) == 0;
     length_ns = m.idle.stream_ns - m.begin_ns;
@@ -521,10 +726,12 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   plan->file_busy_ns = plan->file_chunks * (input->file_read_ns + input->file_write_ns);
   plan->fetch_busy_ns = fetches * input->fetch_ns;
   plan->evict_busy_ns = dirty * input->evict_ns;
+  count_traffic(&m, plan);
   /* A resource that nothing waits for yet may still fall behind a little in each iteration, so the busy time of each
    * resource is a lower bound. */
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
   plan->predicted_ns = later(plan->predicted_ns, later(plan->file_busy_ns, apart_ns));
+  plan->predicted_ns = later(plan->predicted_ns, later(plan->gather_busy_ns, plan->sum_busy_ns));
   plan->stall_ns = plan->predicted_ns - plan->compute_ns;
   plan->worst_op = m.worst_op;
   plan->worst_stall_ns = m.worst_stall_ns;
@@ -533,7 +740,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
 end:
   free(m.runs.ring);
   free(m.host_ready_ns);
-  free(m.fetch_start_ns);
+  free(m.fetching.start_ns);
   free(m.coming.items);
   free(m.ready.items);
   free(m.ready_ns);
@@ -547,5 +754,16 @@ end:
   free(m.queue.pieces);
   free(m.queue.ns);
   free(resident);
+  free(m.groups.start_ns);
+  free(m.groups.behind);
+  free(m.groups.here);
+  free(m.groups.host_ns);
+  free(m.groups.taken);
+  free(m.groups.updated_ns);
+  free(m.groups.came_ns);
+  free(m.groups.op_end_ns);
+  free(m.groups.sum_ready_ns);
+  free(m.groups.gather_ns);
+  free(m.groups.sum_ns);
   return status;
 }

@@ -34,6 +34,13 @@ void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
   m->stats.predicted_step_ns = v->bundle.made ? p->predicted_ns : 0;
   m->stats.planned_fetch_bytes = v->bundle.made ? p->fetch_count * link_bytes : 0;
   m->stats.planned_evict_bytes = v->bundle.made ? p->evict_dirty_count * link_bytes : 0;
+  for (uint32_t i = 0; v->bundle.made && i < v->bundle.input.groups.group_count; i++) {
+    gmi_group_t *g = gmi_group_at(m, v->bundle.group_of[i]);
+    if (!g) continue;
+    g->planned.gathered = p->traffic[i].gathered;
+    g->planned.reduced = p->traffic[i].summed;
+    g->planned.fetched = p->traffic[i].fetched;
+  }
 }
 
 /* Searches the chunk size with the recorded ops as uses; without memory, returns the current size. Each arena gets
@@ -82,7 +89,9 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
     gmi_trace_t *other = k < GMI_VARIANTS ? &t->variants[k].trace : trace;
     if (k < GMI_VARIANTS && other == trace) continue;
     for (uint32_t i = 0; i < other->op_count; i++)
-      other->ops[i].heap_pages = gmi_trace_pages(other->ops[i].heap_pages, old_frame, gmi_frame_bytes(m));
+      other->ops[i].heap_pages =
+          gmi_trace_pages(other->ops[i].heap_pages + other->ops[i].gathered, old_frame, gmi_frame_bytes(m)),
+      other->ops[i].gathered = other->ops[i].all_pages = 0;
   }
   return true;
 }

@@ -23,6 +23,8 @@ enum { KINDS = 4 };
 typedef struct {
   uint64_t hash; /* of name and phase: equal names on all ranks have equal ones */
   uint32_t use_first, use_count;
+  uint32_t op; /* its index in the trace of the iteration; ranks may differ in it */
+  uint32_t reserved;
 } op_t;
 /* Operators in order; a use is an arena's index << 32 | a chunk's, sorted and unique for each operator that has
  * ended. */
@@ -33,32 +35,36 @@ typedef struct {
 } record_t;
 
 typedef struct {
-  uint64_t *chunks; /* by their numbers in the plan */
-  gmi_gather_plan_t plan;
-  uint32_t frames; /* 0: the group has no plan */
+  uint64_t *chunks; /* [chunk_count] by their numbers in the plan */
+  uint32_t chunk_count, reserved;
+  gmi_gather_plan_t plan; /* empty: the group has none */
 } group_plan_t;
 typedef struct {
   bool used;
-  uint64_t last_used;
+  uint64_t last_used, runs;
   record_t record;
   group_plan_t groups[GMI_GROUPS];
 } kind_t;
 
 typedef struct gmi_gathers {
-  record_t record;   /* of this iteration */
-  uint32_t use_mark; /* uses from here on are of the open operator */
-  uint64_t op_hash;  /* of the open operator */
-  bool lost;         /* no memory for the record */
-  bool noted;        /* the other ranks can see that this iteration has departed */
-  uint32_t active;   /* the kind that this iteration follows, or GMI_NONE */
+  record_t record;    /* of this iteration */
+  uint32_t use_mark;  /* uses from here on are of the open operator */
+  uint64_t op_hash;   /* of the open operator */
+  uint32_t op_index;  /* the open operator's in the trace, or that of the next one */
+  uint32_t on_demand; /* bit per group: the last operator that began gathers its chunks when it acquires them */
+  bool lost;          /* no memory for the record */
+  bool noted;         /* the other ranks can see that this iteration has departed */
+  uint32_t active;    /* the kind that this iteration follows, or GMI_NONE */
   uint64_t iterations;
+  uint32_t ended; /* the kind of the last iteration, or GMI_NONE */
+  bool ended_new; /* it took the record of that iteration */
   kind_t kinds[KINDS];
 } gmi_gathers_t;
 
 gemini_status_t gmi_gathers_open(gmi_gathers_t **gathers_out) {
   gmi_gathers_t *g = calloc(1, sizeof *g);
   if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the record of gathers");
-  g->active = GMI_NONE;
+  g->active = g->ended = GMI_NONE;
   *gathers_out = g;
   return GEMINI_OK;
 }
@@ -84,7 +90,7 @@ static void record_clear(gmi_gathers_t *g) {
 
 void gmi_gathers_forget(gmi_gathers_t *g) {
   for (uint32_t i = 0; i < KINDS; i++) kind_clear(&g->kinds[i]);
-  g->active = GMI_NONE;
+  g->active = g->ended = GMI_NONE;
   record_clear(g);
 }
 void gmi_gathers_close(gmi_gathers_t *g) {
@@ -94,7 +100,9 @@ void gmi_gathers_close(gmi_gathers_t *g) {
   free(g);
 }
 
-bool gmi_gathers_follow(const gmi_gathers_t *g) { return g->active != GMI_NONE; }
+bool gmi_gathers_follow(const gmi_gathers_t *g, uint32_t group) {
+  return g->active != GMI_NONE && !(g->on_demand >> group & 1);
+}
 
 /* ---- recording */
 static bool use_add(record_t *r, uint64_t use) {
@@ -156,6 +164,8 @@ static void note(gmi_manager_t *m, const char *text) {
 
 void gmi_gathers_begin(gmi_manager_t *m, gmi_gathers_t *g) {
   record_clear(g);
+  g->op_index = 0;
+  g->on_demand = 0;
   g->active = agreeing(g);
   if (g->noted) note(m, "");
   g->noted = false;
@@ -173,13 +183,13 @@ static void depart(gmi_manager_t *m, gmi_gathers_t *g) {
 
 void gmi_gathers_op_end(gmi_manager_t *m, gmi_gathers_t *g) {
   record_t *r = &g->record;
-  uint32_t first = g->use_mark, kept = first;
+  uint32_t first = g->use_mark, kept = first, index = g->op_index++;
   if (r->use_count == first || g->lost) return;
   qsort(r->uses + first, r->use_count - first, sizeof *r->uses, by_use);
   for (uint32_t i = first; i < r->use_count; i++)
     if (kept == first || r->uses[kept - 1] != r->uses[i]) r->uses[kept++] = r->uses[i];
   r->use_count = g->use_mark = kept;
-  if (!op_add(r, (op_t){ g->op_hash, first, kept - first })) g->lost = true;
+  if (!op_add(r, (op_t){ g->op_hash, first, kept - first, index, 0 })) g->lost = true;
   else if (g->active != GMI_NONE && !agrees(r, &g->kinds[g->active])) depart(m, g);
 }
 
@@ -191,13 +201,15 @@ static gmi_chunk_t *chunk_of(gmi_manager_t *m, uint64_t use) {
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const char *name, uint32_t phase) {
   gemini_status_t status = GEMINI_OK;
   g->op_hash = gmi_hash_text(gmi_hash(GMI_HASH_NOTHING, phase), name);
+  g->on_demand = 0;
   if (g->active == GMI_NONE) return GEMINI_OK;
   const kind_t *kind = &g->kinds[g->active];
   uint32_t op = g->record.op_count;
   if (op >= kind->record.op_count || kind->record.ops[op].hash != g->op_hash) return GEMINI_OK;
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
     const group_plan_t *p = &kind->groups[i];
-    if (!p->frames) continue;
+    if (!p->plan.event_first) continue;
+    g->on_demand |= (uint32_t)p->plan.on_demand[op] << i;
     for (uint32_t e = p->plan.event_first[op]; !status && e < p->plan.event_first[op + 1]; e++) {
       gmi_chunk_t *c = chunk_of(m, p->chunks[p->plan.events[e].chunk]);
       bool queued = false;
@@ -213,12 +225,7 @@ gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const c
 }
 
 /* ---- a new kind */
-/* What the ranks of a group compare. */
-typedef struct {
-  uint64_t frames;
-  uint64_t digest; /* of the chunks that the operators use, in order */
-} agreement_t;
-
+/* Of the chunks that the operators use, in order. */
 static uint64_t digest_of(gmi_manager_t *m, const record_t *r, uint32_t group) {
   uint64_t h = GMI_HASH_NOTHING;
   for (uint32_t i = 0; i < r->op_count; i++) {
@@ -233,19 +240,36 @@ static uint64_t digest_of(gmi_manager_t *m, const record_t *r, uint32_t group) {
   return h;
 }
 
-static gemini_status_t agree(gmi_manager_t *m, uint32_t group, agreement_t *mine) {
+static gemini_status_t no_memory(const record_t *r) {
+  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
+}
+
+/* Do the ranks have the same record? */
+static gemini_status_t agree_on_operators(gmi_manager_t *m, const record_t *r, uint32_t group) {
   gmi_group_t *g = gmi_group_at(m, group);
-  agreement_t *all = calloc(g->gather.ranks, sizeof *all);
-  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the frames of %u ranks", g->gather.ranks);
-  gemini_status_t status = gmi_group_exchange_locked(m, g, mine, sizeof *mine, all, "frames for gathers");
-  for (uint32_t r = 0; !status && r < g->gather.ranks; r++) {
-    if (all[r].digest != mine->digest)
+  const uint64_t mine = digest_of(m, r, group);
+  uint64_t *all = calloc(g->gather.ranks, sizeof *all);
+  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
+  if (!status) status = gmi_group_exchange_locked(m, g, &mine, sizeof mine, all, "operators that gather");
+  for (uint32_t k = 0; !status && k < g->gather.ranks; k++)
+    if (all[k] != mine)
       status = gmi_fail(GEMINI_ERR_PEER, 0,
                         "ranks differ: the operators of rank %u have used other sharded parameters in this iteration "
                         "than those of rank %u",
-                        r, g->gather.rank);
-    if (all[r].frames < mine->frames) mine->frames = all[r].frames;
-  }
+                        k, g->gather.rank);
+  free(all);
+  return status;
+}
+
+/* Each value becomes the least of all ranks', or with most the largest. */
+static gemini_status_t agree(gmi_manager_t *m, const record_t *r, uint32_t group, uint64_t *values, uint32_t count,
+                             bool most, const char *label) {
+  gmi_group_t *g = gmi_group_at(m, group);
+  uint64_t *all = calloc(g->gather.ranks, (count + 1) * sizeof *all);
+  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
+  if (!status) status = gmi_group_exchange_locked(m, g, values, count * sizeof *values, all, label);
+  for (uint64_t i = 0; !status && i < (uint64_t)g->gather.ranks * count; i++)
+    if (most ? all[i] > values[i % count] : all[i] < values[i % count]) values[i % count] = all[i];
   free(all);
   return status;
 }
@@ -253,106 +277,387 @@ static gemini_status_t agree(gmi_manager_t *m, uint32_t group, agreement_t *mine
 /* The uses of one group's chunks, numbered from 0, as the policy wants them. */
 typedef struct {
   gmi_gather_input_t input;
-  uint32_t *use_first, *uses;
+  uint32_t *use_first, *uses, *frames;
+  uint32_t *own; /* [op_count] chunks that are gathered in the op at least: its own, or with stays all so far */
   uint64_t *chunks;
-  uint32_t most; /* chunks of one operator */
-  bool stays;    /* an arena of the group keeps what is gathered */
 } numbered_t;
 static void numbered_free(numbered_t *n) {
   free(n->use_first);
   free(n->uses);
+  free(n->frames);
+  free(n->own);
   free(n->chunks);
 }
-static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t group, numbered_t *n) {
-  *n = (numbered_t){ 0 };
-  n->use_first = calloc((size_t)r->op_count + 1, sizeof *n->use_first);
-  n->uses = calloc((size_t)r->use_count + 1, sizeof *n->uses);
-  n->chunks = calloc((size_t)r->use_count + 1, sizeof *n->chunks);
-  if (!n->use_first || !n->uses || !n->chunks)
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
+
+/* Lists the group's chunks, ascending. Returns their number. */
+static uint32_t number_chunks(gmi_manager_t *m, const record_t *r, uint32_t group, numbered_t *n) {
   uint32_t count = 0, chunks = 0;
   for (uint32_t i = 0; i < r->use_count; i++) {
     const gmi_arena_t *a = gmi_arena_at(m, (uint32_t)(r->uses[i] >> 32));
     if (a->shard.group != group) continue;
     n->chunks[count++] = r->uses[i];
-    n->stays |= a->shard.stage != GEMINI_ZERO_PARAMS;
+    n->input.stays |= gmi_gathered_stays(a);
   }
   if (count) qsort(n->chunks, count, sizeof *n->chunks, by_use);
   for (uint32_t i = 0; i < count; i++)
     if (!i || n->chunks[i] != n->chunks[chunks - 1]) n->chunks[chunks++] = n->chunks[i];
-  count = 0;
+  return chunks;
+}
+static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t group, numbered_t *n) {
+  *n = (numbered_t){ 0 };
+  n->use_first = calloc((size_t)r->op_count + 1, sizeof *n->use_first);
+  n->frames = calloc((size_t)r->op_count + 1, sizeof *n->frames);
+  n->own = calloc((size_t)r->op_count + 1, sizeof *n->own);
+  n->uses = calloc((size_t)r->use_count + 1, sizeof *n->uses);
+  n->chunks = calloc((size_t)r->use_count + 1, sizeof *n->chunks);
+  bool *seen = calloc((size_t)r->use_count + 1, sizeof *seen);
+  if (!n->use_first || !n->frames || !n->own || !n->uses || !n->chunks || !seen) {
+    free(seen);
+    return no_memory(r);
+  }
+  uint32_t count = 0, so_far = 0, chunks = number_chunks(m, r, group, n);
   for (uint32_t op = 0; op < r->op_count; op++) {
     n->use_first[op] = count;
     for (uint32_t k = 0; k < r->ops[op].use_count; k++) {
       uint64_t use = r->uses[r->ops[op].use_first + k];
       const uint64_t *found = chunks ? bsearch(&use, n->chunks, chunks, sizeof use, by_use) : NULL;
-      if (found) n->uses[count++] = (uint32_t)(found - n->chunks);
+      if (!found) continue;
+      n->uses[count] = (uint32_t)(found - n->chunks);
+      so_far += !seen[n->uses[count]];
+      seen[n->uses[count++]] = true;
     }
-    if (count - n->use_first[op] > n->most) n->most = count - n->use_first[op];
+    n->own[op] = n->input.stays ? so_far : count - n->use_first[op];
   }
+  free(seen);
   n->use_first[r->op_count] = count;
-  n->input = (gmi_gather_input_t){ r->op_count, chunks, 0, n->use_first, n->uses };
+  n->input.op_count = r->op_count;
+  n->input.chunk_count = chunks;
+  n->input.frames = n->frames;
+  n->input.use_first = n->use_first;
+  n->input.uses = n->uses;
   return GEMINI_OK;
 }
 
-/* Plans the gathers of a group. Half of the frames that no operator needs for anything else may hold what is gathered
- * ahead; the other half is the plan's. */
-static gemini_status_t plan_group(gmi_manager_t *m, const record_t *r, uint32_t group, uint32_t spare,
-                                  group_plan_t *plan_out) {
-  numbered_t n;
-  gemini_status_t status = number(m, r, group, &n);
-  agreement_t mine = { 0, digest_of(m, r, group) };
-  if (!status) {
-    mine.frames = n.most + (uint64_t)(spare > n.most ? (spare - n.most) / 2 : 0);
-    if (n.stays || mine.frames > n.input.chunk_count) mine.frames = n.input.chunk_count;
-    status = agree(m, group, &mine);
+/* ---- frames */
+/* The chunks of arenas that are not sharded that an op of the trace uses. Its uses are sorted. */
+static uint32_t other_chunks(const gmi_manager_t *m, const gmi_trace_t *trace, const gmi_trace_op_t *op) {
+  uint32_t count = 0, arena = GMI_NONE;
+  uint64_t next = 0; /* the first chunk of the arena that has not been counted */
+  for (uint32_t i = op->use_first; i < op->use_first + op->use_count; i++) {
+    const gmi_trace_use_t *use = &trace->uses[i];
+    if (!use->size) continue;
+    uint64_t first = use->offset >> m->cut.chunk_shift, end = ((use->offset + use->size - 1) >> m->cut.chunk_shift) + 1;
+    if (use->arena != arena) next = 0;
+    if (first < next) first = next;
+    if (end > first) count += (uint32_t)(end - first);
+    if (end > next) next = end;
+    arena = use->arena;
   }
-  n.input.frames = (uint32_t)mine.frames;
-  if (!status && n.input.chunk_count) status = gmi_gather_plan_make(&n.input, &plan_out->plan);
-  if (status == GEMINI_ERR_OOM_SYSTEM)
-    gmi_fail(status, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
-  if (!status && n.input.chunk_count) {
-    plan_out->frames = n.input.frames;
-    plan_out->chunks = n.chunks;
-    n.chunks = NULL;
+  return count;
+}
+/* The operator of the trace at which what is gathered changes next after operator op of the record. */
+static uint32_t until(const record_t *r, uint32_t op, const gmi_trace_t *trace) {
+  return op + 1 < r->op_count ? r->ops[op + 1].op : trace->op_count;
+}
+
+/* Of the frames that are free beside an op's own chunks and all else that it needs, 0 to SHARES - 1 equal parts are for
+ * chunks gathered ahead of use or kept after it; the rest is the plan's. */
+enum { SHARES = 5, HALF = 2 };
+
+/* How many frames a group's gathered chunks may take in an op: a share of what is free beside the op's own chunks and
+ * all else that it, and the ops behind it that gather nothing, need at the same time. Where that does not fit, the
+ * iteration has shown that it fits on demand: no frames. */
+static uint64_t frames_of(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, const numbered_t *groups,
+                          uint32_t group, uint32_t op, uint32_t share) {
+  uint64_t need = 0, count = 0;
+  for (uint32_t i = r->ops[op].op; i < until(r, op, trace); i++) {
+    const uint64_t others = trace->ops[i].heap_pages + (uint64_t)other_chunks(m, trace, &trace->ops[i]);
+    if (others > need) need = others;
   }
-  numbered_free(&n);
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    if (!groups[i].own) continue;
+    need += groups[i].own[op];
+    count++;
+  }
+  if (need > m->frames.count) return 0;
+  const uint64_t frames = groups[group].own[op] + (m->frames.count - need) * share / (SHARES - 1) / count;
+  return frames < groups[group].input.chunk_count ? frames : groups[group].input.chunk_count;
+}
+
+/* Makes the group's plan for a share, of which all ranks have as many frames. */
+static gemini_status_t plan_share(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *groups,
+                                  uint32_t group, uint32_t share, gmi_gather_plan_t *plan_out) {
+  numbered_t *n = &groups[group];
+  uint64_t *frames = calloc((uint64_t)r->op_count + 1, sizeof *frames);
+  if (!frames) return no_memory(r);
+  for (uint32_t op = 0; op < r->op_count; op++) frames[op] = frames_of(m, r, trace, groups, group, op, share);
+  gemini_status_t status = agree(m, r, group, frames, r->op_count, false, "frames for gathers");
+  for (uint32_t op = 0; op < r->op_count; op++) n->frames[op] = (uint32_t)frames[op];
+  free(frames);
+  if (!status && gmi_gather_plan_make(&n->input, plan_out)) status = no_memory(r);
   return status;
 }
 
-static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, uint32_t other_frames) {
-  uint32_t oldest = 0, groups = 0;
+/* Fills in what gathered parameters take in each op of the trace of an iteration with this record. */
+static void fill_gathered(const kind_t *kind, const record_t *r, gmi_trace_t *trace) {
+  for (uint32_t i = 0; i < trace->op_count; i++) trace->ops[i].gathered = 0;
+  for (uint32_t op = 0; op < r->op_count; op++) {
+    uint32_t frames = 0;
+    bool on_demand = false;
+    for (uint32_t k = 0; k < GMI_GROUPS; k++) {
+      const gmi_gather_plan_t *plan = &kind->groups[k].plan;
+      if (!plan->event_first) continue;
+      frames += plan->gathered[op];
+      on_demand |= plan->on_demand[op];
+    }
+    for (uint32_t i = r->ops[op].op; i < until(r, op, trace); i++) trace->ops[i].gathered = frames;
+    gmi_trace_op_t *own = &trace->ops[r->ops[op].op];
+    if (on_demand && own->all_pages > own->heap_pages + frames) own->gathered = own->all_pages - own->heap_pages;
+  }
+}
+
+/* ---- the list of gathers */
+/* Makes a list of the gathers of a kind whose operators are those of record. Of each group: */
+typedef struct {
+  uint32_t *last_use; /* [chunk_count] index in the trace of the last op that used a gathered chunk */
+  uint32_t *open;     /* [chunk_count] the chunk's gather in the list, from 1, that no op has used; 0: none */
+  bool *gathered;     /* [chunk_count] */
+  uint32_t *left;     /* [gathers of the group] ops whose ends have freed frames, in this order */
+  uint32_t left_first, left_end;
+} lister_t;
+
+static void lister_free(lister_t *l) {
+  free(l->last_use);
+  free(l->open);
+  free(l->gathered);
+  free(l->left);
+}
+static bool lister_make(lister_t *l, const group_plan_t *p, uint64_t gathers) {
+  l->last_use = calloc((size_t)p->chunk_count + 1, sizeof *l->last_use);
+  l->open = calloc((size_t)p->chunk_count + 1, sizeof *l->open);
+  l->gathered = calloc((size_t)p->chunk_count + 1, sizeof *l->gathered);
+  l->left = calloc(gathers + 1, sizeof *l->left);
+  return l->last_use && l->open && l->gathered && l->left;
+}
+
+static void leaves(lister_t *l, uint32_t chunk) {
+  l->gathered[chunk] = false;
+  l->left[l->left_end++] = l->last_use[chunk];
+}
+static bool gathers(lister_t *l, const group_plan_t *p, uint32_t chunk, uint32_t op, gmi_trace_t *trace) {
+  gmi_trace_collective_t *gather = gmi_trace_add_gather(trace);
+  if (!gather) return false;
+  const uint32_t frame_op = l->left_first < l->left_end ? l->left[l->left_first++] : GMI_NO_OP;
+  *gather =
+      (gmi_trace_collective_t){ op, op, frame_op, (uint32_t)(p->chunks[chunk] >> 32), (uint32_t)p->chunks[chunk] };
+  l->open[chunk] = trace->gather_count;
+  l->gathered[chunk] = true;
+  return true;
+}
+
+/* The gathers of one operator of the record. */
+static bool list_op(lister_t *l, const group_plan_t *p, const record_t *r, uint32_t index, gmi_trace_t *trace) {
+  const uint32_t op = r->ops[index].op;
+  for (uint32_t e = p->plan.event_first[index]; e < p->plan.event_first[index + 1]; e++) {
+    if (p->plan.events[e].leaves) leaves(l, p->plan.events[e].chunk);
+    else if (!gathers(l, p, p->plan.events[e].chunk, op, trace)) return false;
+  }
+  for (uint32_t k = 0; k < r->ops[index].use_count; k++) {
+    const uint64_t use = r->uses[r->ops[index].use_first + k];
+    const uint64_t *found = p->chunk_count ? bsearch(&use, p->chunks, p->chunk_count, sizeof use, by_use) : NULL;
+    if (!found) continue;
+    const uint32_t chunk = (uint32_t)(found - p->chunks);
+    if (!l->gathered[chunk] && !gathers(l, p, chunk, op, trace)) return false; /* on demand */
+    if (l->open[chunk]) trace->gathers[l->open[chunk] - 1].use_op = op;
+    l->open[chunk] = 0;
+    l->last_use[chunk] = op;
+  }
+  return true;
+}
+
+/* Of an operator on demand, what does not stay has left when it has ended. */
+static void end_on_demand(gmi_manager_t *m, lister_t *l, const group_plan_t *p) {
+  for (uint32_t chunk = 0; chunk < p->chunk_count; chunk++)
+    if (l->gathered[chunk] && !gmi_gathered_stays(gmi_arena_at(m, (uint32_t)(p->chunks[chunk] >> 32))))
+      leaves(l, chunk);
+}
+
+gemini_status_t gmi_gathers_list(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  if (g->ended == GMI_NONE) return GEMINI_OK;
+  const kind_t *kind = &g->kinds[g->ended];
+  const record_t *r = g->ended_new ? &kind->record : &g->record;
+  lister_t listers[GMI_GROUPS] = { 0 };
+  bool listed = true;
+  trace->gather_count = 0;
+  for (uint32_t i = 0; listed && i < GMI_GROUPS; i++)
+    if (kind->groups[i].plan.event_first)
+      listed = lister_make(&listers[i], &kind->groups[i],
+                           kind->groups[i].plan.event_first[r->op_count] + (uint64_t)r->use_count);
+  for (uint32_t op = 0; listed && op < r->op_count; op++) {
+    for (uint32_t i = 0; listed && i < GMI_GROUPS; i++) {
+      const group_plan_t *p = &kind->groups[i];
+      if (!p->plan.event_first) continue;
+      listed = list_op(&listers[i], p, r, op, trace);
+      if (listed && p->plan.on_demand[op]) end_on_demand(m, &listers[i], p);
+    }
+  }
+  /* A gather that is queued behind another and needed sooner has the slice of the other before it on the link. */
+  for (uint32_t i = trace->gather_count; i-- > 1;)
+    if (trace->gathers[i - 1].use_op > trace->gathers[i].use_op)
+      trace->gathers[i - 1].use_op = trace->gathers[i].use_op;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) lister_free(&listers[i]);
+  return listed ? GEMINI_OK : no_memory(r);
+}
+
+/* ---- a new kind, continued */
+/* Numbers the chunks of all groups. The caller frees what was made, on failure, too. */
+static gemini_status_t number_groups(gmi_manager_t *m, const record_t *r, numbered_t *n) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) status = number(m, r, i, &n[i]);
+  return status;
+}
+static void numbers_free(numbered_t *n) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) numbered_free(&n[i]);
+}
+
+static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, kind_t *kind) {
+  numbered_t n[GMI_GROUPS] = { 0 };
+  gemini_status_t status = number_groups(m, r, n);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    if (!n[i].own) continue;
+    status = agree_on_operators(m, r, i);
+    if (status || !n[i].input.chunk_count) continue;
+    status = plan_share(m, r, trace, n, i, HALF, &kind->groups[i].plan);
+    kind->groups[i].chunks = n[i].chunks;
+    kind->groups[i].chunk_count = n[i].input.chunk_count;
+    n[i].chunks = NULL;
+  }
+  numbers_free(n);
+  return status;
+}
+
+/* The ranks of each group agree on the times of a chunk's gather and sum. */
+static gemini_status_t agree_on_links(gmi_manager_t *m, const record_t *r) {
+  gemini_status_t status = GEMINI_OK;
+  gmi_reap(m);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    gmi_group_t *g = gmi_group_at(m, i);
+    if (!g || !g->arenas) continue;
+    uint64_t times[2] = { g->gathers.shortest_ns, g->sums.shortest_ns };
+    status = agree(m, r, i, times, 2, true, "times of gathers and sums");
+    if (status) break;
+    g->gathers.agreed_ns = times[0];
+    g->sums.agreed_ns = times[1];
+  }
+  return status;
+}
+
+static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  uint32_t oldest = 0;
   for (uint32_t i = 1; i < KINDS; i++)
     if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
-  kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations };
-  for (uint32_t i = 0; i < GMI_GROUPS; i++) groups += gmi_group_at(m, i) && gmi_group_at(m, i)->arenas;
-  uint32_t spare = m->frames.count > other_frames ? (m->frames.count - other_frames) / groups : 0, frames = 0;
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    if (!gmi_group_at(m, i) || !gmi_group_at(m, i)->arenas) continue;
-    status = plan_group(m, &g->record, i, spare, &made.groups[i]);
-    frames += made.groups[i].frames;
-  }
+  kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations, .runs = 1 };
+  gemini_status_t status = plan_groups(m, &g->record, trace, &made);
+  if (!status) status = agree_on_links(m, &g->record);
   if (status) {
     kind_clear(&made);
     return status;
   }
+  fill_gathered(&made, &g->record, trace);
   kind_clear(kind);
   made.record = g->record;
   g->record = (record_t){ 0 };
   *kind = made;
-  if (frames > m->groups.reserve) m->groups.reserve = frames;
+  g->ended = oldest;
+  g->ended_new = true;
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, uint32_t other_frames) {
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
   if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
   g->iterations++;
+  g->ended = GMI_NONE;
   if (!g->record.op_count) return GEMINI_OK;
   uint32_t index = agreeing(g);
-  if (index != GMI_NONE && g->kinds[index].record.op_count == g->record.op_count) {
-    g->kinds[index].last_used = g->iterations;
-    return GEMINI_OK;
+  if (index == GMI_NONE || g->kinds[index].record.op_count != g->record.op_count) return kind_make(m, g, trace);
+  kind_t *kind = &g->kinds[index];
+  kind->last_used = g->iterations;
+  /* Times of the first iteration include one-off costs, as those of copies do. */
+  if (++kind->runs == GMI_SETTLE_RUNS + 1) {
+    gemini_status_t status = agree_on_links(m, &g->record);
+    if (status) return status;
   }
-  return kind_make(m, g, other_frames);
+  g->ended = index;
+  g->ended_new = false;
+  fill_gathered(kind, &g->record, trace);
+  return GEMINI_OK;
+}
+
+/* ---- ZERO_AUTO */
+static bool is_auto(gmi_manager_t *m, uint32_t group) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_is_sharded(a) && a->shard.group == group && a->shard.stage == GEMINI_ZERO_AUTO) return true;
+  }
+  return false;
+}
+bool gmi_gathers_choice_due(gmi_manager_t *m, const gmi_gathers_t *g) {
+  if (g->ended == GMI_NONE || (!g->ended_new && g->kinds[g->ended].runs != GMI_SETTLE_RUNS + 1)) return false;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i)) return true;
+  return false;
+}
+
+/* The predicted step if the group's gathers are so planned; UINT64_MAX: no plan can be made, or there is no memory. */
+static uint64_t predict(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, gmi_trace_t *trace) {
+  gmi_plan_bundle_t bundle;
+  fill_gathered(&g->kinds[g->ended], r, trace);
+  if (gmi_gathers_list(m, g, trace) || gmi_plan_bundle_make(m, trace, m->cut.chunk_shift, &bundle)) return UINT64_MAX;
+  const uint64_t predicted_ns = bundle.plan.predicted_ns;
+  gmi_plan_bundle_free(&bundle);
+  return predicted_ns;
+}
+
+/* Of the shares, takes the one with the shortest step on the rank where that is longest; of equals the largest, which
+ * gathers least. Where no plan can be made, half. */
+static gemini_status_t choose(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, numbered_t *n, uint32_t group,
+                              gmi_trace_t *trace) {
+  gmi_gather_plan_t plans[SHARES] = { 0 }, *plan = &g->kinds[g->ended].groups[group].plan, before = *plan;
+  uint64_t predicted_ns[SHARES];
+  uint32_t best = HALF;
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t k = 0; !status && k < SHARES; k++) {
+    status = plan_share(m, r, trace, n, group, k, &plans[k]);
+    if (status) break;
+    *plan = plans[k];
+    predicted_ns[k] = predict(m, g, r, trace);
+  }
+  *plan = before;
+  if (!status) status = agree(m, r, group, predicted_ns, SHARES, true, "predicted steps");
+  for (uint32_t k = SHARES; !status && k-- > 0;)
+    if (predicted_ns[k] < predicted_ns[best] ||
+        (predicted_ns[k] == predicted_ns[best] && k > best && predicted_ns[k] != UINT64_MAX))
+      best = k;
+  if (!status) {
+    gmi_log(m, GEMINI_LOG_INFO,
+            "group %u: %u of %u parts of the free frames hold what is gathered, predicted step %.6f s", group, best,
+            SHARES - 1, (double)predicted_ns[best] * 1e-9);
+    *plan = plans[best];
+    plans[best] = before;
+  }
+  for (uint32_t k = 0; k < SHARES; k++) gmi_gather_plan_free(&plans[k]);
+  return status;
+}
+
+gemini_status_t gmi_gathers_choose(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  const record_t *r = g->ended_new ? &g->kinds[g->ended].record : &g->record;
+  numbered_t n[GMI_GROUPS] = { 0 };
+  gemini_status_t status = number_groups(m, r, n);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (n[i].own && g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i))
+      status = choose(m, g, r, n, i, trace);
+  numbers_free(n);
+  fill_gathered(&g->kinds[g->ended], r, trace);
+  return status;
 }

@@ -12,7 +12,9 @@
 #define GMI_GATHERS_H
 
 #include "core/manager.h"
+#include "tracer/tracer.h"
 
+enum { GMI_SETTLE_RUNS = 2 }; /* iterations under a plan after which times are taken again */
 struct gmi_gathers;
 gemini_status_t gmi_gathers_open(struct gmi_gathers **gathers_out);
 void gmi_gathers_close(struct gmi_gathers *g);                   /* NULL is accepted */
@@ -22,11 +24,21 @@ void gmi_gathers_begin(gmi_manager_t *m, struct gmi_gathers *g); /* of an iterat
  * have. */
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, const char *name, uint32_t phase);
 void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
-/* At the end of an iteration of a new kind, agrees with the other ranks on frames. Blocks. other_frames: the most
- * frames that an operator needed for anything but sharded parameters. PEER: another rank has used other chunks. */
-gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, uint32_t other_frames);
-/* Does the iteration follow a recorded one? Then chunks stay gathered until they are in the way. */
-bool gmi_gathers_follow(const struct gmi_gathers *g);
+/* At the end of an iteration. After one of a new kind, agrees with the other ranks on frames, and blocks. trace: of the
+ * iteration; gets the frames that gathered parameters take from now on in each of its operators. PEER: another rank has
+ * used other chunks. */
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* After gmi_gathers_end(): is it time to choose how many frames hold what the iteration's kind gathers, as an arena is
+ * GEMINI_ZERO_AUTO? If so, all ranks of its group choose. trace: of the iteration, with its times; as of
+ * gmi_gathers_end(). Blocks. */
+bool gmi_gathers_choice_due(gmi_manager_t *m, const struct gmi_gathers *g);
+gemini_status_t gmi_gathers_choose(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* After gmi_gathers_end(), until the next iteration begins: lists the gathers of further iterations of this kind in a
+ * trace that has the operators of the iteration. */
+gemini_status_t gmi_gathers_list(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* Does the iteration follow a recorded one, and is the operator at hand one before which the group's chunks were
+ * gathered? Then they stay gathered until they are in the way. */
+bool gmi_gathers_follow(const struct gmi_gathers *g, uint32_t group);
 /* An operator uses a range of a sharded arena. Any thread, no lock of the manager's: the caller excludes other
  * calls. */
 void gmi_gathers_touch(gmi_manager_t *m, struct gmi_gathers *g, uint32_t arena, uint64_t offset, uint64_t size);

@@ -12,6 +12,7 @@
 #include "chunk/arena.h"
 #include "chunk/cut.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/workers.h"
 #include "tracer/tracer.h"
@@ -38,6 +39,9 @@ typedef struct {
   uint32_t *piece_chunks;
   uint64_t piece_chunk_count;
   uint8_t *kind, *pinned;
+  uint32_t group_of[GMI_GROUPS], plan_group[GMI_GROUPS]; /* the manager's group of the plan's, and the other way */
+  gmi_plan_collective_t *gathers, *sums;
+  gmi_plan_group_t *links;
 } builder_t;
 
 /* Chunks of a byte range of a storing arena; false: the range is empty or exceeds the arena. */
@@ -55,8 +59,7 @@ static bool build_accesses(builder_t *b, bool fill) {
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages =
-        gmi_trace_pages(op->heap_pages + b->m->groups.reserve, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
+    uint32_t pages = gmi_trace_pages(op->heap_pages + op->gathered, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *use = &b->trace->uses[s];
@@ -148,6 +151,51 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
   return chunks < UINT32_MAX && pieces < UINT32_MAX;
 }
 
+/* ---- groups */
+/* Is the chunk one that no piece updates, and that has never been written? Then it stays zero. */
+static bool stays_zero(const builder_t *b, const gmi_chunk_t *c, uint32_t chunk) {
+  if (!gmi_chunk_has(c, GMI_VALID_ZERO)) return false;
+  for (uint64_t i = 0; i < b->piece_chunk_count; i++)
+    if (b->piece_chunks[i] == chunk) return false;
+  return true;
+}
+
+/* Translates gathers or sums. The arenas are cut as the plan has them: a sharded arena is not cut anew. */
+static bool build_collectives(const builder_t *b, const gmi_trace_collective_t *from, uint32_t count,
+                              gmi_plan_collective_t *to) {
+  gmi_manager_t *m = b->m;
+  for (uint32_t i = 0; i < count; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, from[i].arena);
+    if (!a || !gmi_arena_is_sharded(a) || from[i].chunk >= atomic_load(&a->chunk_count)) return false;
+    gmi_slice_part_t parts[GMI_SLICE_PARTS];
+    to[i] = (gmi_plan_collective_t){ .op = from[i].op,
+                                     .use_op = from[i].use_op,
+                                     .frame_op = from[i].frame_op,
+                                     .group = b->plan_group[a->shard.group],
+                                     .part_count = gmi_slice_parts(m, &a->chunks[from[i].chunk], parts),
+                                     .bytes = b->sizes.chunk_bytes };
+    for (uint32_t k = 0; k < to[i].part_count; k++) {
+      const gmi_arena_t *slices = gmi_chunk_arena(m, parts[k].chunk);
+      to[i].parts[k] = b->base[slices->index] + parts[k].chunk->index;
+      to[i].part_bytes[k] =
+          gmi_arena_is_gradients(a) || !stays_zero(b, parts[k].chunk, to[i].parts[k]) ? parts[k].bytes : 0;
+      to[i].bytes -= parts[k].bytes;
+    }
+  }
+  return true;
+}
+
+/* Lists the groups that have sharded arenas; returns their number. */
+static uint32_t find_groups(builder_t *b) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    if (!gmi_group_at(b->m, i) || !gmi_group_at(b->m, i)->arenas) continue;
+    b->plan_group[i] = count;
+    b->group_of[count++] = i;
+  }
+  return count;
+}
+
 /* Mean number of chunks of a piece. */
 static uint32_t piece_length(const builder_t *b) {
   /* all pieces are alike except at the edges of an update */
@@ -194,6 +242,13 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
   in->fetch_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);
   in->evict_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[1], d2h ? d2h : link);
+  for (uint32_t i = 0; i < in->groups.group_count; i++) {
+    const gmi_group_t *g = gmi_group_at(m, bundle->group_of[i]);
+    const uint64_t own_ns = g ? copy_ns(in->chunk_bytes, 0, link) : 0; /* until measured, as fast as the host's link */
+    ((gmi_plan_group_t *)(uintptr_t)in->groups.links)[i] =
+        (gmi_plan_group_t){ g && g->gathers.agreed_ns ? g->gathers.agreed_ns : own_ns,
+                            g && g->sums.agreed_ns ? g->sums.agreed_ns : own_ns };
+  }
   in->file_read_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[0], file);
   in->file_write_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[1], file);
   /* until measured: 28 bytes at 10 GB/s, in ns */
@@ -253,6 +308,10 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   b.pinned = calloc(chunks + 1, 1);
   bundle.chunk_of = calloc(chunks + 1, sizeof *bundle.chunk_of);
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
+  b.gathers = calloc((size_t)trace->gather_count + 1, sizeof *b.gathers);
+  b.sums = calloc((size_t)trace->sum_count + 1, sizeof *b.sums);
+  b.links = calloc(GMI_GROUPS, sizeof *b.links);
+  bundle.group_of = calloc(GMI_GROUPS, sizeof *bundle.group_of);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
                                      .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
@@ -271,9 +330,15 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .placement = m->config.placement,
                                      .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
-                                     .static_optim_fraction = m->config.static_optim_fraction };
+                                     .static_optim_fraction = m->config.static_optim_fraction,
+                                     .groups = { .gather_count = trace->gather_count,
+                                                 .sum_count = trace->sum_count,
+                                                 .group_count = find_groups(&b),
+                                                 .gathers = b.gathers,
+                                                 .sums = b.sums,
+                                                 .links = b.links } };
   if (!b.ops || !b.accesses || !b.pieces || !b.piece_chunks || !b.kind || !b.pinned || !bundle.chunk_of ||
-      !bundle.piece_first)
+      !bundle.piece_first || !b.gathers || !b.sums || !b.links || !bundle.group_of)
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to make a plan");
   if (!status) {
     build_accesses(&b, true);
@@ -286,6 +351,12 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
         b.pinned[b.base[i] + k] = cut_so && gmi_chunk_is_pinned(&a->chunks[k]) > 0;
       }
     }
+    memcpy(bundle.group_of, b.group_of, sizeof b.group_of);
+    if (!build_collectives(&b, trace->gathers, trace->gather_count, b.gathers) ||
+        !build_collectives(&b, trace->sums, trace->sum_count, b.sums))
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the trace gathers chunks that the arenas do not have");
+  }
+  if (!status) {
     if (cut_so) gmi_plan_bundle_bind(m, &bundle);
     gmi_plan_bundle_times(m, trace, &bundle);
     gmi_plan_failure_t failure = { 0 };
@@ -318,6 +389,10 @@ void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle) {
   free((void *)(uintptr_t)bundle->input.piece_chunks);
   free((void *)(uintptr_t)bundle->input.chunk_kind);
   free((void *)(uintptr_t)bundle->input.chunk_pinned);
+  free((void *)(uintptr_t)bundle->input.groups.gathers);
+  free((void *)(uintptr_t)bundle->input.groups.sums);
+  free((void *)(uintptr_t)bundle->input.groups.links);
+  free(bundle->group_of);
   free(bundle->chunk_of);
   free(bundle->piece_first);
   memset(bundle, 0, sizeof *bundle);

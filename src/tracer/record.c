@@ -38,6 +38,15 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   pthread_mutex_unlock(&t->touch_lock);
 }
 
+void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c) {
+  gmi_tracer_t *t = m->trace.tracer;
+  if (!m->bracket.iteration_open || !t->record.op_count) return;
+  const uint32_t op = t->record.op_count - 1;
+  gmi_trace_collective_t *sum = gmi_trace_add_sum(&t->record);
+  if (sum) *sum = (gmi_trace_collective_t){ op, op, GMI_NO_OP, gmi_chunk_arena(m, c)->index, c->index };
+  else t->record_lost = true;
+}
+
 /* Sorts the last op's uses and merges uses of the same range into one with all their modes, so that ops can be
  * compared with memcmp() whatever the order of their acquires. A range that separate acquires read and write counts
  * as read before it is written, since the order is not recorded. */

@@ -34,16 +34,30 @@ gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *t) {
   memset(&updates[t->update_count], 0, sizeof *updates);
   return &updates[t->update_count++];
 }
+gmi_trace_collective_t *gmi_trace_add_gather(gmi_trace_t *t) {
+  gmi_trace_collective_t *gathers = gmi_array_room(t->gathers, t->gather_count, &t->gather_capacity, sizeof *gathers);
+  if (!gathers) return NULL;
+  t->gathers = gathers;
+  return &gathers[t->gather_count++];
+}
+gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *t) {
+  gmi_trace_collective_t *sums = gmi_array_room(t->sums, t->sum_count, &t->sum_capacity, sizeof *sums);
+  if (!sums) return NULL;
+  t->sums = sums;
+  return &sums[t->sum_count++];
+}
 void gmi_trace_clear(gmi_trace_t *t) {
   for (uint32_t i = 0; i < t->op_count; i++)
     if (t->ops[i].name) gmi_op_name_drop(t->names, t->ops[i].name);
-  t->op_count = t->use_count = t->update_count = 0;
+  t->op_count = t->use_count = t->update_count = t->gather_count = t->sum_count = 0;
 }
 void gmi_trace_free(gmi_trace_t *t) {
   gmi_trace_clear(t);
   free(t->ops);
   free(t->uses);
   free(t->updates);
+  free(t->gathers);
+  free(t->sums);
   memset(t, 0, sizeof *t);
 }
 
@@ -70,7 +84,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
     if (i == t->op_count) break;
     const gmi_trace_op_t *op = &t->ops[i];
     fprintf(file, "op %u %" PRIu64 " %" PRIu64 " %" PRIu64 " ", op->phase, op->compute_ns, op->nonmodel_peak,
-            op->heap_pages * gmi_frame_bytes(m));
+            (op->heap_pages + op->gathered) * gmi_frame_bytes(m));
     gmi_name_write(file, op->name);
     fputc('\n', file);
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)

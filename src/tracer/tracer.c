@@ -201,8 +201,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   }
   t->op_stream = s;
   m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
-  m->nonmodel.pages_peak_op = m->nonmodel.heap ? (uint32_t)gmi_heap_pages_used(m->nonmodel.heap) : 0;
-  m->groups.peak_op = m->groups.gradient_frames;
+  m->nonmodel.pages_peak_op = m->groups.peak_op = 0;
+  gmi_nonmodel_peak(m);
   t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
@@ -239,7 +239,8 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   pthread_mutex_unlock(&t->touch_lock);
   gmi_trace_op_t *op = &t->record.ops[t->op_index];
   op->nonmodel_peak = m->nonmodel.peak_op;
-  op->heap_pages = m->nonmodel.pages_peak_op + m->groups.peak_op; /* the plan leaves this many frames alone */
+  op->heap_pages = m->nonmodel.pages_peak_op;
+  op->all_pages = m->groups.peak_op;
   if (t->predicted_peak != UINT64_MAX) {
     uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
                                                            : op->nonmodel_peak - t->predicted_peak;
@@ -295,15 +296,20 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples. The times of
- * warm-up, which include first touches and other waits, are dropped when the first planned iteration ends. */
+/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples; and its frames:
+ * the peaks, and what the gathers of this iteration's kind take. The times of warm-up, which include first touches and
+ * other waits, are dropped when the first planned iteration ends. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
+  for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
+    v->trace.ops[i].gathered = t->record.ops[i].gathered;
+    if (t->record.ops[i].heap_pages > v->trace.ops[i].heap_pages)
+      v->trace.ops[i].heap_pages = t->record.ops[i].heap_pages;
+  }
   for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
     if (t->durations[i] == UINT64_MAX) continue;
     gmi_trace_op_t *op = &v->trace.ops[i];
-    if (t->record.ops[i].heap_pages > op->heap_pages) op->heap_pages = t->record.ops[i].heap_pages;
     op->samples++;
     int64_t weight = op->samples < 8 ? op->samples : 8;
     op->compute_ns =
@@ -345,6 +351,21 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   (void)m;
 }
 
+/* Gives the record the times that a plan of it needs: the variant's if the iteration followed it to the end, else its
+ * own; 1 ns stands for an unknown one. */
+static void time_record(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const variant_t *v = gmi_tracer_active_variant(t);
+  const bool whole = v && t->record.op_count == v->trace.op_count && t->record.update_count == v->trace.update_count;
+  gmi_tracer_resolve(m, true);
+  for (uint32_t i = 0; i < t->record.op_count; i++) {
+    const bool known = i < t->resolved && t->durations[i] != UINT64_MAX;
+    t->record.ops[i].compute_ns = whole ? v->trace.ops[i].compute_ns : known ? t->durations[i] : 1;
+  }
+  t->record.outside_ns = whole ? v->trace.outside_ns : 0;
+  gmi_trace_measure(m, &t->record);
+}
+
 /* Closes the iteration. If it followed the active variant to its end, that variant's times are updated. Otherwise it
  * was a known, shorter variant or becomes a new one. Then, after warm-up, makes the variant's plan if it has none,
  * makes it again once its times under a plan are known, and later only updates the prediction. */
@@ -353,10 +374,12 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
   gemini_status_t left = gmi_gathered_leave(m, true);
-  uint32_t other_frames = 0;
-  for (uint32_t i = 0; i < t->record.op_count; i++)
-    if (t->record.ops[i].heap_pages > other_frames) other_frames = t->record.ops[i].heap_pages;
-  if (!left) left = gmi_gathers_end(m, t->gathers, other_frames);
+  if (!left) left = gmi_gathers_end(m, t->gathers, &t->record);
+  const bool chooses = !left && gmi_gathers_choice_due(m, t->gathers);
+  if (chooses) {
+    time_record(m);
+    left = gmi_gathers_choose(m, t->gathers, &t->record);
+  }
   if (left) return left;
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
@@ -395,10 +418,12 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   remember(t, index);
   t->previous = index;
   if (!warm) return GEMINI_OK;
-  if (!v->bundle.made && !v->refused) return gmi_tracer_variant_plan(m, v);
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
-  if (v->bundle.made && whole && v->planned_runs == SETTLE_RUNS) return gmi_tracer_variant_plan(m, v);
+  if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
+    left = gmi_gathers_list(m, t->gathers, &v->trace);
+    return left ? left : gmi_tracer_variant_plan(m, v);
+  }
   if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
     gmi_trace_measure(m, &v->trace);
     gmi_plan_bundle_times(m, &v->trace, &v->bundle);
@@ -606,7 +631,9 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, c
 
 /* ---- tables for lower modules (core/observer.h) */
 static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
-static bool gathers_follow(gmi_manager_t *m) { return gmi_gathers_follow(m->trace.tracer->gathers); }
+static bool gathers_follow(gmi_manager_t *m, uint32_t group) {
+  return gmi_gathers_follow(m->trace.tracer->gathers, group);
+}
 
 const gmi_observer_t gmi_tracer_observer = {
   .touched = gmi_tracer_touch,
@@ -619,6 +646,7 @@ const gmi_observer_t gmi_tracer_observer = {
   .chunk_copied = gmi_timeline_copy,
   .chunk_transferred = gmi_timeline_transfer,
   .span_queued = gmi_timeline_slice,
+  .chunk_summed = gmi_tracer_summed,
   .counters_change = gmi_timeline_counters,
   .update_comes = gmi_tracer_update,
   .update_refused = gmi_tracer_update_refused,

@@ -29,6 +29,12 @@ typedef struct gmi_trace_use { /* a use: bytes that an op accesses, in the arena
   uint64_t offset, size;
 } gmi_trace_use_t;
 
+/* A gather that is planned, or a sum that was made, of a chunk of a sharded arena; as gmi_plan_collective_t. */
+typedef struct gmi_trace_collective {
+  uint32_t op, use_op, frame_op;
+  uint32_t arena, chunk;
+} gmi_trace_collective_t;
+
 /* An op of a trace. Its uses are use_count adjacent elements of gmi_trace_t.uses, sorted and unique once the op has
  * ended. */
 typedef struct gmi_trace_op {
@@ -36,9 +42,13 @@ typedef struct gmi_trace_op {
   uint64_t nonmodel_peak; /* peak of live non-model bytes while the op was open */
   uint64_t compute_ns;    /* mean over the iterations seen; 0: not measured yet */
   uint32_t phase;
-  uint32_t heap_pages; /* peak of heap pages under live non-model memory; a page is as large as a chunk */
-  uint32_t samples;    /* measurements in compute_ns */
+  /* peak of heap pages under live non-model memory and of gradients of sharded arenas, together; a page is as large as
+   * a chunk */
+  uint32_t heap_pages;
+  uint32_t samples; /* measurements in compute_ns */
   uint32_t use_first, use_count;
+  uint32_t all_pages; /* the same peak with gathered parameters */
+  uint32_t gathered;  /* pages that gathered parameters take beside heap_pages when their gathers are planned */
   uint32_t reserved;
 } gmi_trace_op_t;
 
@@ -49,7 +59,9 @@ typedef struct gmi_trace {
   gmi_trace_op_t *ops;
   gmi_trace_use_t *uses;
   gmi_trace_update_t *updates;
+  gmi_trace_collective_t *gathers, *sums; /* not in files */
   uint32_t op_count, op_capacity, use_count, use_capacity, update_count, update_capacity;
+  uint32_t gather_count, gather_capacity, sum_count, sum_capacity;
   /* Rates for the plan; 0: not measured yet. */
   uint64_t link_bytes_per_s[2]; /* to the device, from it; of whole chunks, including the overhead of a copy */
   uint64_t file_bytes_per_s[2]; /* read, written; both directions share the bandwidth of the files */
@@ -108,6 +120,8 @@ gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m);
 gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);   /* appends; NULL: no memory */
 gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* appends a use of the last op */
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
+gmi_trace_collective_t *gmi_trace_add_gather(gmi_trace_t *trace);
+gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *trace);
 
 /* plan_input.c: translates a trace for the policy */
 /* A plan and the input it was made from. Owns the arrays of input and plan. Invariants: made says that plan is
@@ -117,6 +131,7 @@ typedef struct gmi_plan_bundle {
   gmi_plan_t plan;
   gmi_chunk_t **chunk_of; /* [input.chunk_count] */
   uint32_t *piece_first;  /* [update_count + 1] an update's first piece in input.pieces */
+  uint32_t *group_of;     /* [groups.group_count] the manager's index of each group of the plan */
   bool made;
 } gmi_plan_bundle_t;
 /* Makes a plan for chunks of 1 << shift bytes. If the manager's chunks have another size, the plan cannot be used

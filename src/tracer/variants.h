@@ -9,6 +9,7 @@
 #include "chunk/cut.h"
 #include "chunk/graph.h"
 #include "chunk/heap.h"
+#include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
 #include "core/streams.h"
@@ -19,7 +20,7 @@
 /* NAME_LIMIT: bytes of an op's name. STALLS_LIMIT: timed stalls per iteration; later ones are not counted.
  * SETTLE_RUNS: planned iterations after which the plan is made again. HISTORY: iterations remembered. NO_VARIANT:
  * marks a forgotten variant in the history. */
-enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = 2, HISTORY = 128, NO_VARIANT = 255 };
+enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS, HISTORY = 128, NO_VARIANT = 255 };
 enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
@@ -110,6 +111,7 @@ void gmi_tracer_canonical(gmi_trace_t *trace);
 bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i);
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b);
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);
+void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c);
 bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count);
 
 #endif

@@ -196,7 +196,7 @@ OFFSET(gemini_group_config_t, deadline_ns, 24);
 OFFSET(gemini_group_config_t, nccl_comms, 32);
 OFFSET(gemini_group_config_t, comms, 40);
 
-SIZE(gemini_group_stats_t, 56);
+SIZE(gemini_group_stats_t, 88);
 OFFSET(gemini_group_stats_t, struct_size, 0);
 OFFSET(gemini_group_stats_t, rank, 4);
 OFFSET(gemini_group_stats_t, ranks, 8);
@@ -206,6 +206,10 @@ OFFSET(gemini_group_stats_t, gathered_bytes, 24);
 OFFSET(gemini_group_stats_t, reduced_chunks, 32);
 OFFSET(gemini_group_stats_t, fetched_bytes, 40);
 OFFSET(gemini_group_stats_t, stored_bytes, 48);
+OFFSET(gemini_group_stats_t, reduced_bytes, 56);
+OFFSET(gemini_group_stats_t, planned_gathered_bytes, 64);
+OFFSET(gemini_group_stats_t, planned_reduced_bytes, 72);
+OFFSET(gemini_group_stats_t, planned_fetched_bytes, 80);
 
 SIZE(gemini_location_t, 40);
 OFFSET(gemini_location_t, struct_size, 0);

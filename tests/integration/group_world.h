@@ -21,6 +21,7 @@ typedef struct {
   bool wait;                /* a gradient is never READY_FOR_REDUCE: the update adds it */
   uint32_t micro_batches;   /* of a step, whose gradients have bytes of their own; 0: they reuse those of parameters */
   uint32_t device, ordinal; /* GEMINI_DEVICE_* */
+  uint32_t placement;       /* GEMINI_PLACEMENT_*, where a test depends on it */
   /* Copies to or from device memory behind the work of the native stream, and blocks; for GPUs, whose memory functions
    * of the host cannot access. NULL: they can. */
   void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
@@ -30,34 +31,41 @@ static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? sh
 static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
 
 /* ---- values */
-static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
+/* Functions on memory that no other thread knows. ThreadSanitizer would find nothing there and take most of a test's
+ * time; memory of the library goes through memcpy(), which it checks. */
+#ifdef __SANITIZE_THREAD__
+#define OWN_MEMORY __attribute__((no_sanitize("thread")))
+#else
+#define OWN_MEMORY
+#endif
+OWN_MEMORY static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
   uint64_t x = a * UINT64_C(0x9e3779b97f4a7c15) ^ b * UINT64_C(0xd1342543de82ef95) ^ c * UINT64_C(0xa0761d6478bd642f);
   x ^= x >> 32;
   x *= UINT64_C(0xe7037ed1a0b428db);
   return x ^ x >> 29;
 }
-static float small_value(uint64_t a, uint64_t b, uint64_t c) { /* -1 to 1 */
+OWN_MEMORY static float small_value(uint64_t a, uint64_t b, uint64_t c) { /* -1 to 1 */
   return (float)(int32_t)(mix(a, b, c) >> 40) / (float)(1 << 23) - 1.0F;
 }
-static float bf16_get(uint16_t half) {
+OWN_MEMORY static float bf16_get(uint16_t half) {
   uint32_t bits = (uint32_t)half << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
-static uint16_t bf16_of(float value) { /* to nearest, ties to even; no NaN occurs */
+OWN_MEMORY static uint16_t bf16_of(float value) { /* to nearest, ties to even; no NaN occurs */
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
-static void put_value(void *at, uint64_t i, uint32_t element_bytes, float value) {
+OWN_MEMORY static void put_value(void *at, uint64_t i, uint32_t element_bytes, float value) {
   if (element_bytes == 4) ((float *)at)[i] = value;
   else ((uint16_t *)at)[i] = bf16_of(value);
 }
-static float get_value(const void *at, uint64_t i, uint32_t element_bytes) {
+OWN_MEMORY static float get_value(const void *at, uint64_t i, uint32_t element_bytes) {
   return element_bytes == 4 ? ((const float *)at)[i] : bf16_get(((const uint16_t *)at)[i]);
 }
-static float sgd(float *momentum, float *master, float gradient) {
+OWN_MEMORY static float sgd(float *momentum, float *master, float gradient) {
   *momentum = 0.875F * *momentum + gradient;
   *master -= 0.03125F * *momentum;
   return *master;
@@ -86,14 +94,14 @@ typedef struct {
 } rank_t;
 
 /* A gradient depends on its parameter, so that a wrong one spreads. */
-static float gradient_of(const rank_t *k, uint32_t rank, uint32_t step, uint64_t i, float param) {
+OWN_MEMORY static float gradient_of(const rank_t *k, uint32_t rank, uint32_t step, uint64_t i, float param) {
   (void)k;
   return small_value(i, rank + 1, step + 1) + 0.0625F * param;
 }
-static bool has_sums(const rank_t *k) { return k->shape.micro_batches; }
+OWN_MEMORY static bool has_sums(const rank_t *k) { return k->shape.micro_batches; }
 /* Steps and micro-batches have numbers of their own in gradient_of() and is_used(). */
 static uint32_t batch_number(uint32_t step, uint32_t micro_batch) { return step + 100 * micro_batch; }
-static bool is_used(const rank_t *k, uint32_t rank, uint32_t step, uint32_t layer) {
+OWN_MEMORY static bool is_used(const rank_t *k, uint32_t rank, uint32_t step, uint32_t layer) {
   if (!k->shape.unused) return true;
   return layer != 3 && (layer + rank + step) % 4 != 0; /* layer 3: by no rank */
 }
@@ -105,33 +113,48 @@ typedef struct {
   const void *param;
   void *grad;
 } call_t;
+/* The library's bytes, copied; the caller frees them. */
+static void *copied(const void *from, uint64_t bytes) {
+  void *here = malloc(bytes);
+  memcpy(here, from, bytes);
+  return here;
+}
+OWN_MEMORY static uint64_t count_wrong(const void *values, const float *expected, uint64_t count,
+                                       uint32_t element_bytes) {
+  uint64_t wrong = 0;
+  for (uint64_t i = 0; i < count; i++) wrong += get_value(values, i, element_bytes) != expected[i];
+  return wrong;
+}
 static void forward(void *user) {
   call_t *c = user;
-  uint64_t wrong = 0, first = c->k->model.first[c->layer];
-  for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++)
-    wrong += get_value(c->param, i, c->k->shape.element_bytes) != c->k->model.param[first + i];
+  const model_t *model = &c->k->model;
+  const uint64_t count = model->elements[c->layer];
+  const uint32_t bytes = c->k->shape.element_bytes;
+  void *param = copied(c->param, count * bytes);
+  uint64_t wrong = count_wrong(param, model->param + model->first[c->layer], count, bytes);
   if (wrong) atomic_fetch_add(&c->k->wrong, wrong);
+  free(param);
   free(c);
 }
-static void backward(void *user) { /* the gradient takes its parameter's bytes */
-  call_t *c = user;
-  uint64_t first = c->k->model.first[c->layer];
-  uint32_t bytes = c->k->shape.element_bytes;
-  for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++)
-    put_value(c->grad, i, bytes, gradient_of(c->k, c->k->rank, c->step, first + i, c->k->model.param[first + i]));
-  free(c);
-}
-static void backward_adds(void *user) {
-  call_t *c = user;
-  uint64_t first = c->k->model.first[c->layer];
-  uint32_t bytes = c->k->shape.element_bytes;
+OWN_MEMORY static void make_gradient(const call_t *c, void *grad, bool adds) {
+  const uint64_t first = c->k->model.first[c->layer];
+  const uint32_t bytes = c->k->shape.element_bytes;
   for (uint64_t i = 0; i < c->k->model.elements[c->layer]; i++) {
     float own[1];
     put_value(own, 0, bytes, gradient_of(c->k, c->k->rank, c->step, first + i, c->k->model.param[first + i]));
-    put_value(c->grad, i, bytes, get_value(c->grad, i, bytes) + get_value(own, 0, bytes));
+    put_value(grad, i, bytes, (adds ? get_value(grad, i, bytes) : 0) + get_value(own, 0, bytes));
   }
+}
+static void run_backward(call_t *c, bool adds) {
+  const uint64_t size = c->k->model.elements[c->layer] * c->k->shape.element_bytes;
+  void *grad = adds ? copied(c->grad, size) : malloc(size);
+  make_gradient(c, grad, adds);
+  memcpy(c->grad, grad, size);
+  free(grad);
   free(c);
 }
+static void backward(void *user) { run_backward(user, false); } /* the gradient takes its parameter's bytes */
+static void backward_adds(void *user) { run_backward(user, true); }
 static void copy_by(const rank_t *k, gemini_stream_t stream, void *to, const void *from, uint64_t bytes,
                     bool to_device) {
   void *native;
@@ -160,15 +183,20 @@ static void compute(rank_t *k, uint32_t layer, uint32_t step, const gemini_acces
   free(here);
 }
 
+OWN_MEMORY static void sgd_all(void *const values[4], uint64_t count, uint32_t bytes) {
+  for (uint64_t i = 0; i < count; i++)
+    put_value(values[0], i, bytes, sgd((float *)values[3] + i, (float *)values[2] + i, get_value(values[1], i, bytes)));
+}
 static void update_span(void *user, const gemini_update_span_t *span) {
   rank_t *k = user;
-  uint32_t bytes = k->shape.element_bytes;
-  uint64_t wrong = 0;
-  for (uint64_t i = 0; i < span->element_count; i++) {
-    uint64_t element = span->first_element + i;
-    float gradient = get_value(span->ptr[1], i, bytes);
-    wrong += gradient != k->model.gradient[element];
-    put_value(span->ptr[0], i, bytes, sgd((float *)span->ptr[3] + i, (float *)span->ptr[2] + i, gradient));
+  const uint64_t bytes = k->shape.element_bytes, count = span->element_count;
+  void *values[4];
+  for (int i = 0; i < 4; i++) values[i] = i ? copied(span->ptr[i], count * (i < 2 ? bytes : 4)) : malloc(count * bytes);
+  const uint64_t wrong = count_wrong(values[1], k->model.gradient + span->first_element, count, k->shape.element_bytes);
+  sgd_all(values, count, k->shape.element_bytes);
+  for (int i = 0; i < 4; i++) {
+    if (i != 1) memcpy(span->ptr[i], values[i], count * (i < 2 ? bytes : 4));
+    free(values[i]);
   }
   if (wrong) atomic_fetch_add(&k->wrong, wrong);
   if (wrong && span->tier == HOST) atomic_fetch_add(&k->wrong_on_host, wrong);
@@ -210,13 +238,13 @@ static void any_span(void *user, const gemini_update_span_t *span) {
   CHECK_OK(gemini_stream_call(k->w.mgr, span->stream, queued_span, d));
 }
 
-static float rounded(const rank_t *k, float value) {
+OWN_MEMORY static float rounded(const rank_t *k, float value) {
   float own[1];
   put_value(own, 0, k->shape.element_bytes, value);
   return get_value(own, 0, k->shape.element_bytes);
 }
 /* Each rank's gradients of one micro-batch, added to those that it has. */
-static void model_backward(rank_t *k, uint32_t step) {
+OWN_MEMORY static void model_backward(rank_t *k, uint32_t step) {
   model_t *model = &k->model;
   for (uint32_t r = 0; r < k->shape.ranks; r++)
     for (uint32_t layer = 0; layer < LAYERS; layer++)
@@ -225,7 +253,7 @@ static void model_backward(rank_t *k, uint32_t step) {
   model->written = true;
 }
 /* The sums of all ranks' gradients, in the order of ranks, added to those of earlier micro-batches. */
-static void model_reduce(rank_t *k) {
+OWN_MEMORY static void model_reduce(rank_t *k) {
   model_t *model = &k->model;
   if (!model->written) return;
   for (uint64_t i = 0; i < model->first[LAYERS]; i++) {
@@ -238,19 +266,19 @@ static void model_reduce(rank_t *k) {
   model->written = false;
   model->rounds++;
 }
-static void model_zero(rank_t *k, uint64_t first, uint64_t count) {
+OWN_MEMORY static void model_zero(rank_t *k, uint64_t first, uint64_t count) {
   for (uint64_t i = first; i < first + count; i++) {
     k->model.gradient[i] = 0;
     for (uint32_t r = 0; r < k->shape.ranks; r++) k->model.local[r][i] = 0;
   }
 }
-static double model_norm(const rank_t *k) {
+OWN_MEMORY static double model_norm(const rank_t *k) {
   double squares = 0;
   for (uint64_t i = 0; i < k->model.first[LAYERS]; i++)
     squares += (double)k->model.gradient[i] * (double)k->model.gradient[i];
   return sqrt(squares);
 }
-static void model_update(rank_t *k) {
+OWN_MEMORY static void model_update(rank_t *k) {
   model_t *model = &k->model;
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     for (uint64_t i = model->first[layer]; i < model->first[layer] + model->elements[layer]; i++) {
@@ -348,6 +376,7 @@ static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gro
       world_config(shape->device_chunks * scale, shape->host_chunks * scale, shape->file_chunks * scale);
   c.chunk_bytes = chunk_of(shape);
   c.device = shape->device;
+  if (shape->placement) c.placement = shape->placement;
   c.device_ordinal = shape->ordinal;
   k->w = world_open(c);
   group.rank = rank;
@@ -388,7 +417,7 @@ static gemini_status_t late_gradient(rank_t *k) {
   CHECK_OK(gemini_stream_call(k->w.mgr, k->w.stream, backward_adds, call_of(k, LATE_LAYER, LATE_NUMBER, &use)));
   return gemini_release(k->w.mgr, &use, 1, k->w.stream);
 }
-static void model_late(rank_t *k) {
+OWN_MEMORY static void model_late(rank_t *k) {
   model_t *model = &k->model;
   for (uint64_t n = 0, i = model->first[LATE_LAYER]; n < model->elements[LATE_LAYER]; n++, i++)
     model->local[0][i] =
@@ -502,8 +531,9 @@ static void check_slices(rank_t *k) {
       if (!size) break;
       gemini_access_t slice = world_part(k->grad[layer], offset, size, GEMINI_READ, HOST);
       CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
-      for (uint64_t i = 0; i < size / bytes; i++)
-        wrong += get_value(slice.ptr, i, bytes) != k->model.gradient[k->model.first[layer] + offset / bytes + i];
+      void *values = copied(slice.ptr, size);
+      wrong += count_wrong(values, k->model.gradient + k->model.first[layer] + offset / bytes, size / bytes, bytes);
+      free(values);
       CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
     }
   }
@@ -551,12 +581,13 @@ static void check_stored(rank_t *k, int fd) {
   uint8_t here = 1, there[RANKS_MOST];
   CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &here, 1, there)); /* all have written */
   uint64_t count = k->model.first[LAYERS];
-  void *stored = malloc(count * bytes);
+  char *stored = malloc(count * bytes);
   CHECK_EQ(pread(fd, stored, count * bytes, 0), (ssize_t)(count * bytes));
   uint64_t wrong = 0;
-  for (uint32_t layer = 0; layer < LAYERS; layer++)
-    for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++)
-      wrong += get_value(stored, i, bytes) != k->model.param[i];
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    const uint64_t first = k->model.first[layer];
+    wrong += count_wrong(stored + first * bytes, k->model.param + first, k->model.elements[layer], bytes);
+  }
   CHECK_EQ(wrong, 0);
   free(stored);
 }

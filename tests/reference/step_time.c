@@ -97,13 +97,17 @@ static void run_graph(graph_t *g) {
   for (uint32_t n = 0; n < g->node_count; n++) CHECK_EQ(g->nodes[n].state, DONE);
 }
 
-/* Ops from the piece to the next op that uses a shared chunk of it; NONE if there is none. */
+/* Ops from the piece to the next op that uses a shared chunk of it, or a gather from one; NONE if there is none. */
 static uint32_t ops_until_use(const gmi_plan_input_t *in, uint32_t piece) {
   for (uint32_t ahead = 1; ahead <= in->op_count; ahead++) {
     uint32_t op = (in->pieces[piece].after_op + ahead) % in->op_count;
     for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++)
       for (uint32_t i = 0; i < in->pieces[piece].shared_count; i++)
         if (in->piece_chunks[in->pieces[piece].chunk_first + i] == in->accesses[x].chunk) return ahead;
+    for (uint32_t n = 0; n < in->groups.gather_count; n++)
+      for (uint32_t k = 0; in->groups.gathers[n].use_op == op && k < in->groups.gathers[n].part_count; k++)
+        for (uint32_t i = 0; i < in->pieces[piece].shared_count; i++)
+          if (in->piece_chunks[in->pieces[piece].chunk_first + i] == in->groups.gathers[n].parts[k]) return ahead;
   }
   return NONE;
 }
@@ -119,6 +123,9 @@ typedef struct program {
   uint32_t *before;            /* [piece_count] */
   uint32_t fetch_at, evict_at; /* in the plan */
   uint8_t *resident;
+  /* of groups: the last gather of each for each op; the last sum of each into, and fetch of, each chunk; each group's last
+   * gather and sum; the stage of each op in this iteration */
+  uint32_t *gathered, *summed, *came, *gather, *sum, *op_stage;
 } program_t;
 
 static void add_fetches(program_t *s, uint32_t op, uint32_t piece) {
@@ -131,6 +138,7 @@ static void add_fetches(program_t *s, uint32_t op, uint32_t piece) {
     add_wait(&s->g, s->updated[move->chunk]);
     wait_for_frames(&s->g, 1);
     s->arrival[move->use_piece == GMI_NO_PIECE ? move->use_op : s->in->op_count + move->use_piece] = s->fetch = node;
+    s->came[move->chunk] = node;
     s->resident[move->chunk] = 1;
   }
 }
@@ -151,8 +159,65 @@ static void add_evicts(program_t *s, uint32_t op, uint32_t piece) {
   }
 }
 
+static uint64_t part_ns(const gmi_plan_input_t *in, uint64_t chunk_ns, uint64_t bytes) {
+  return (uint64_t)((double)chunk_ns * (double)bytes / (double)in->link_bytes);
+}
+
+static void add_gathers(program_t *s, uint32_t op) {
+  for (uint32_t n = 0; n < s->in->groups.gather_count; n++) {
+    const gmi_plan_collective_t *c = &s->in->groups.gathers[n];
+    if (c->op != op) continue;
+    uint32_t frame = c->frame_op == GMI_NO_OP ? s->stage : s->op_stage[c->frame_op], own = frame;
+    for (uint32_t k = 0; k < c->part_count; k++) {
+      if (s->resident[c->parts[k]]) continue;
+      uint32_t node = add_node(&s->g, part_ns(s->in, s->in->fetch_ns, c->part_bytes[k]), NONE);
+      add_wait(&s->g, s->fetch);
+      add_wait(&s->g, s->begin);
+      add_wait(&s->g, frame);
+      add_wait(&s->g, s->written[c->parts[k]]);
+      add_wait(&s->g, s->updated[c->parts[k]]);
+      s->fetch = own = node;
+    }
+    uint32_t node = add_node(&s->g, s->in->groups.links[c->group].gather_ns, NONE);
+    add_wait(&s->g, s->gather[c->group]);
+    add_wait(&s->g, s->begin);
+    add_wait(&s->g, own);
+    for (uint32_t k = 0; k < c->part_count; k++)
+      if (s->resident[c->parts[k]]) add_wait(&s->g, s->came[c->parts[k]]);
+    s->gathered[c->use_op * s->in->groups.group_count + c->group] = s->gather[c->group] = node;
+  }
+}
+
+static void add_sums(program_t *s, uint32_t op) {
+  for (uint32_t n = 0; n < s->in->groups.sum_count; n++) {
+    const gmi_plan_collective_t *c = &s->in->groups.sums[n];
+    if (c->op != op) continue;
+    uint32_t sum = add_node(&s->g, s->in->groups.links[c->group].sum_ns, NONE);
+    add_wait(&s->g, s->sum[c->group]);
+    add_wait(&s->g, s->stage);
+    s->sum[c->group] = sum;
+    for (uint32_t k = 0; k < c->part_count; k++) {
+      s->summed[c->parts[k] * s->in->groups.group_count + c->group] = sum;
+      if (s->resident[c->parts[k]]) continue;
+      uint32_t node = add_node(&s->g, part_ns(s->in, s->in->evict_ns, c->part_bytes[k]), NONE);
+      add_wait(&s->g, s->evict);
+      add_wait(&s->g, sum);
+      s->written[c->parts[k]] = s->evict = node;
+    }
+  }
+}
+
 static void add_stage(program_t *s, uint64_t ns, uint32_t arrival, uint32_t frames) {
   uint32_t node = add_node(&s->g, ns, NONE);
+  if (arrival < s->in->op_count) {
+    for (uint32_t group = 0; group < s->in->groups.group_count; group++)
+      add_wait(&s->g, s->gathered[arrival * s->in->groups.group_count + group]);
+  } else {
+    const uint32_t p = arrival - s->in->op_count;
+    for (uint32_t i = s->in->pieces[p].chunk_first; i < s->in->pieces[p + 1].chunk_first; i++)
+      for (uint32_t group = 0; group < s->in->groups.group_count; group++)
+        add_wait(&s->g, s->summed[s->in->piece_chunks[i] * s->in->groups.group_count + group]);
+  }
   add_wait(&s->g, s->stage);
   add_wait(&s->g, s->arrival[arrival]);
   wait_for_frames(&s->g, frames);
@@ -181,11 +246,14 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
   uint32_t frames = heap > before ? heap - before : 0;
   if (heap < before) give(&s->g, s->stage, before - heap);
   add_fetches(s, op, GMI_NO_PIECE);
+  add_gathers(s, op);
   for (uint32_t x = in->ops[op].access_first; x < in->ops[op + 1].access_first; x++) {
     frames += !s->resident[in->accesses[x].chunk];
     s->resident[in->accesses[x].chunk] = 1;
   }
   add_stage(s, in->ops[op].compute_ns, op, frames);
+  s->op_stage[op] = s->stage;
+  add_sums(s, op);
   add_evicts(s, op, GMI_NO_PIECE);
   for (uint32_t p = 0; p < in->piece_count; p++) {
     if (in->pieces[p].after_op != op || !s->plan->piece_on_device[p]) continue;
@@ -216,9 +284,10 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   program_t s = { .in = input, .plan = plan, .stage = NONE, .fetch = NONE, .evict = NONE, .begin = NONE };
   uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
   uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
-  s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts);
-  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 2 * piece_chunks + 2 * input->piece_count +
-                                input->op_count * (2 + input->frame_count));
+  const uint32_t collectives = input->groups.gather_count + input->groups.sum_count;
+  s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts + 3 * collectives);
+  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 4 * piece_chunks + 2 * input->piece_count +
+                                15 * collectives + input->op_count * (4 + input->frame_count));
   s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
   s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
   s.g.frames = filled(input->frame_count + (uint64_t)iterations * (evicts + input->op_count * input->frame_count),
@@ -227,6 +296,12 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   s.written = filled(input->chunk_count, sizeof *s.written);
   s.updated = filled(input->chunk_count, sizeof *s.updated);
   s.before = filled(input->piece_count, sizeof *s.before);
+  s.gathered = filled((uint64_t)input->op_count * input->groups.group_count, sizeof *s.gathered);
+  s.came = filled(input->chunk_count, sizeof *s.came);
+  s.op_stage = filled(input->op_count, sizeof *s.op_stage);
+  s.summed = filled((uint64_t)input->chunk_count * input->groups.group_count, sizeof *s.summed);
+  s.gather = filled(input->groups.group_count, sizeof *s.gather);
+  s.sum = filled(input->groups.group_count, sizeof *s.sum);
   s.resident = filled(input->chunk_count, sizeof *s.resident);
   memcpy(s.resident, plan->resident_at_start, input->chunk_count);
   uint32_t held = input->ops[input->op_count - 1].heap_frames;
@@ -254,5 +329,11 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   free(s.updated);
   free(s.before);
   free(s.resident);
+  free(s.gathered);
+  free(s.came);
+  free(s.op_stage);
+  free(s.summed);
+  free(s.gather);
+  free(s.sum);
   return apart;
 }

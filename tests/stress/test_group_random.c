@@ -517,7 +517,7 @@ static void make_scripts(rank_t *k) {
 
 static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   k->ranks = 2 + choose(k, RANKS_MOST - 1);
-  k->stage = 1 + choose(k, 3);
+  k->stage = choose(k, 4); /* GEMINI_ZERO_* */
   k->element_bytes = choose(k, 2) ? 4 : 2;
   uint64_t files = choose(k, 2) ? 0 : 100;
   gemini_config_t c = world_config(90, files ? 8 + choose(k, 16) : 100, files);
@@ -553,7 +553,7 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   make_scripts(k);
   /* All gradients may be on the device at once, and the parameters of an operator; of stages that keep them, all. */
   uint64_t chunks = (k->end * k->element_bytes + CHUNK - 1) / CHUNK + 8; /* 3 more tensors may come */
-  if (k->stage == GEMINI_ZERO_PARAMS)
+  if (k->stage == GEMINI_ZERO_PARAMS || k->stage == GEMINI_ZERO_AUTO)
     CHECK_OK(gemini_budget_set(k->w.mgr, DEVICE, (chunks + 18 + choose(k, 6)) * CHUNK));
 }
 

@@ -5,6 +5,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "check.h"
+#include "device/cuda_driver.h"
+#include "fake_cuda.h"
+
 /* fake_nccl_reset() puts the defaults back. */
 typedef struct fake_nccl_options {
   int version;         /* what ncclGetVersion() says; 23007 */
@@ -36,5 +40,20 @@ uint32_t fake_nccl_live(void);
 /* Calls that no program may make, each printed to standard error: with wrong buffers, in a wrong order, by two threads
  * at once, of what has been destroyed, other than those of the other ranks. */
 uint32_t fake_nccl_violations(void);
+
+/* A test over the stand-ins for NCCL and for the CUDA driver: it leaves nothing, and nothing forbidden has happened. */
+static inline void fakes_begin(void) {
+  fake_cuda_reset();
+  fake_nccl_reset();
+  gmi_cuda_driver_replace(fake_cuda_symbol);
+}
+static inline void fakes_end(void) {
+  CHECK_EQ(fake_nccl_live(), 0);
+  CHECK_EQ(fake_nccl_violations(), 0);
+  CHECK_EQ(fake_cuda_violations(), 0);
+  CHECK_EQ(fake_cuda_live(true), 0);
+  fake_cuda_reset();
+  fake_nccl_reset();
+}
 
 #endif

@@ -36,20 +36,6 @@ struct rank {
 };
 static pthread_barrier_t barrier; /* of all ranks of the world */
 
-static void start(void) {
-  fake_cuda_reset();
-  fake_nccl_reset();
-  gmi_cuda_driver_replace(fake_cuda_symbol);
-}
-static void finish(void) {
-  CHECK_EQ(fake_nccl_live(), 0);
-  CHECK_EQ(fake_nccl_violations(), 0);
-  CHECK_EQ(fake_cuda_violations(), 0);
-  CHECK_EQ(fake_cuda_live(true), 0);
-  fake_cuda_reset();
-  fake_nccl_reset();
-}
-
 /* What the rank needs of its device. Between two calls the thread has no context, as a caller may. */
 static void rank_open(rank_t *r, uint64_t memory_bytes) {
   void *memory;
@@ -103,7 +89,7 @@ static void *rank_main(void *user) {
   rank_close(r);
   return NULL;
 }
-/* Runs fn as each rank; options of the fakes are set between start() and this. */
+/* Runs fn as each rank; options of the fakes are set between fakes_begin() and this. */
 static void run(uint32_t ranks, gmi_comm_nccl_config_t config, rank_fn fn, void *user) {
   pthread_t threads[RANKS];
   rank_t all[RANKS];
@@ -122,9 +108,9 @@ static void run(uint32_t ranks, gmi_comm_nccl_config_t config, rank_fn fn, void 
   pthread_barrier_destroy(&barrier);
 }
 static void world(uint32_t ranks, gmi_comm_nccl_config_t config, rank_fn fn, void *user) {
-  start();
+  fakes_begin();
   run(ranks, config, fn, user);
-  finish();
+  fakes_end();
 }
 static const gmi_comm_nccl_config_t by_nccl = { 0 }, in_order = { .rank_order = true };
 
@@ -237,10 +223,10 @@ static void test_sums_in_the_order_of_ranks(void) {
 }
 static void test_sums_of_nccl_and_maxima_in_order(void) {
   for (uint32_t ranks = 2; ranks <= 4; ranks++) world(ranks, by_nccl, reduce_all_ways, NULL);
-  start();
+  fakes_begin();
   run(2, by_nccl, reduce_all_ways, NULL);
   CHECK(fake_nccl_calls("ncclAllReduce") > 0 && fake_nccl_calls("ncclReduceScatter") > 0);
-  finish();
+  fakes_end();
 }
 
 static void reduce_in_pieces(rank_t *r, void *user) {
@@ -279,10 +265,10 @@ static void two_streams(rank_t *r, void *user) {
   CHECK_EQ(r->driver->current_set(NULL), 0);
 }
 static void test_reductions_on_two_streams_share_scratch_memory(void) {
-  start();
+  fakes_begin();
   fake_cuda.sum_delay_ns = 1000000;
   run(3, in_order, two_streams, NULL);
-  finish();
+  fakes_end();
 }
 
 static void exchanges(rank_t *r, void *user) {
@@ -373,7 +359,7 @@ static void test_configurations_that_do_not_fit_are_refused(void) {
                 { { .scratch_bytes = UINT64_MAX }, "scratch_bytes is 18446744073709551615, must be at most 2^40" },
                 { { .device = 2 }, "device 2: cuDeviceGet: " },
                 { { .device = -1 }, "device -1: cuDeviceGet: " } };
-  start();
+  fakes_begin();
   gmi_comm_t comm = { 0 };
   gmi_comm_id_t id = { { 0 } };
   CHECK_EQ(gmi_comm_nccl_join(&id, &by_nccl, &comm), GEMINI_ERR_INVALID);
@@ -384,7 +370,7 @@ static void test_configurations_that_do_not_fit_are_refused(void) {
   }
   CHECK(!comm.ops);
   CHECK_EQ(gmi_comm_nccl_adopt(NULL, &by_nccl, &comm), GEMINI_ERR_INVALID);
-  finish();
+  fakes_end();
 }
 
 static void *no_symbol(const char *name) {
@@ -401,7 +387,7 @@ static void test_an_nccl_that_cannot_be_used_is_refused(void) {
   static const char *const needed[] = { "ncclGetErrorString", "ncclCommInitRankConfig", "ncclGroupEnd" };
   gmi_comm_id_t id;
   gmi_comm_t comm;
-  start();
+  fakes_begin();
   gmi_nccl_library_replace(no_symbol);
   CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_ERR_UNSUPPORTED);
   for (size_t i = 0; i < sizeof old / sizeof *old; i++) {
@@ -434,7 +420,7 @@ static void test_an_nccl_that_cannot_be_used_is_refused(void) {
   CHECK_EQ(join_alone(by_nccl, &comm), GEMINI_ERR_UNSUPPORTED);
   CHECK_SAYS(gmi_fail_message(), "CUDA driver");
   gmi_cuda_driver_replace(fake_cuda_symbol);
-  finish();
+  fakes_end();
 }
 
 /* Each of the driver's functions fails once. */
@@ -443,7 +429,7 @@ static void test_drivers_that_fail_while_joining(void) {
   bool joined = false;
   uint64_t failed = 0;
   for (uint64_t n = 0; !joined; n++) {
-    start();
+    fakes_begin();
     gmi_comm_t comm = { 0 };
     int code = n % 2 ? CU_OUT_OF_MEMORY : CU_UNKNOWN;
     fake_cuda_fail(n + 1, n + 1, code);
@@ -472,7 +458,7 @@ static void test_drivers_that_fail_while_joining(void) {
 }
 
 static void test_ranks_that_do_not_join_are_waited_for_until_the_deadline(void) {
-  start();
+  fakes_begin();
   process_t before = process_now();
   gmi_comm_t comm = { 0 };
   uint64_t begin = gmi_now_ns();
@@ -482,7 +468,7 @@ static void test_ranks_that_do_not_join_are_waited_for_until_the_deadline(void) 
   CHECK(gmi_now_ns() - begin >= SHORT_NS);
   CHECK(!comm.ops);
   CHECK_EQ(fake_nccl_calls("ncclCommAbort"), 1);
-  finish();
+  fakes_end();
   process_check(before);
 }
 
@@ -587,7 +573,7 @@ static void test_functions_of_the_driver_that_fail(void) {
     each_t e = { .what = what, .reached = true };
     for (; e.reached; e.n++) {
       e.left = false;
-      start();
+      fakes_begin();
       gmi_comm_nccl_config_t config = { .deadline_ns = what == 4 ? SHORT_NS : LONG_NS };
       run(2, config, driver_fails, &e);
       CHECK_EQ(fake_nccl_live(), 0);
@@ -654,10 +640,10 @@ static void test_calls_that_nccl_does_not_queue_end_at_the_deadline(void) {
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     fails_t f = cases[i];
-    start();
+    fakes_begin();
     fake_nccl.stalled = f.function;
     run(2, (gmi_comm_nccl_config_t){ .deadline_ns = SHORT_NS }, stalls, &f);
-    finish();
+    fakes_end();
   }
 }
 
@@ -788,10 +774,10 @@ static void test_an_abort_ends_calls_that_wait(void) {
                                    { "ncclGroupEnd", "", 3, 0 } };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     fails_t f = cases[i];
-    start();
+    fakes_begin();
     fake_nccl.stalled = *f.function ? f.function : NULL;
     run(2, by_nccl, aborted, &f);
-    finish();
+    fakes_end();
   }
 }
 
@@ -804,13 +790,13 @@ static void close_only(rank_t *r, void *user) {
 static void test_a_communicator_that_cannot_be_finalized_is_aborted(void) {
   static const char *const functions[] = { "ncclCommFinalize", "ncclCommGetAsyncError" };
   for (int i = 0; i < 3; i++) {
-    start();
+    fakes_begin();
     fake_nccl.stalled = i == 0 ? "ncclCommFinalize" : NULL;
     if (i == 1) fake_nccl_fail(functions[0], 0, 3);
     run(1, (gmi_comm_nccl_config_t){ .deadline_ns = SHORT_NS }, close_only, NULL);
     CHECK_EQ(fake_nccl_calls("ncclCommAbort"), i < 2);
     CHECK_EQ(fake_nccl_calls("ncclCommDestroy"), i == 2);
-    finish();
+    fakes_end();
   }
 }
 
@@ -836,7 +822,7 @@ static void stuck(rank_t *r, void *user) {
 static void test_close_leaves_what_cannot_be_ended(void) {
   for (int i = 0; i < 2; i++) {
     stuck_t s = { i == 0 };
-    start();
+    fakes_begin();
     run(2, (gmi_comm_nccl_config_t){ .deadline_ns = SHORT_NS, .rank_order = true }, stuck, &s);
     for (int tries = 0; fake_nccl_live() && tries < 1000; tries++) nanosleep(&(struct timespec){ 0, 10000000 }, NULL);
     CHECK_EQ(fake_nccl_live(), 0);

@@ -9,7 +9,7 @@ enum { OPS_MOST = 60, CHUNKS_MOST = 24 };
 
 typedef struct {
   gmi_gather_input_t in;
-  uint32_t first[OPS_MOST + 1], uses[OPS_MOST * CHUNKS_MOST];
+  uint32_t first[OPS_MOST + 1], frames[OPS_MOST], uses[OPS_MOST * CHUNKS_MOST];
   uint32_t most; /* chunks of one op */
 } program_t;
 
@@ -22,9 +22,14 @@ static void add_op(program_t *p, const uint32_t *chunks, uint32_t count) {
 /* Programs are copied, so the input that points into one is made when it is needed. */
 static gmi_gather_input_t input_of(const program_t *p) {
   gmi_gather_input_t in = p->in;
+  in.frames = p->frames;
   in.use_first = p->first;
   in.uses = p->uses;
   return in;
+}
+
+static void all_frames(program_t *p, uint32_t frames) {
+  for (uint32_t op = 0; op < OPS_MOST; op++) p->frames[op] = frames;
 }
 
 /* Carries the plan out. Returns the number of gathers; *ahead_out: those of them that come before their op. */
@@ -33,20 +38,31 @@ static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32
   uint32_t have = 0, gathers = 0;
   *ahead_out = 0;
   for (uint32_t op = 0; op < p->in.op_count; op++) {
+    const uint32_t own = p->first[op + 1] - p->first[op];
+    CHECK_EQ(plan->on_demand[op], own > p->frames[op]);
     for (uint32_t e = plan->event_first[op]; e < plan->event_first[op + 1]; e++) {
       uint32_t chunk = plan->events[e].chunk;
       bool used = false;
       for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) used |= p->uses[k] == chunk;
       CHECK(chunk < p->in.chunk_count);
       CHECK_EQ(gathered[chunk], plan->events[e].leaves); /* none comes or goes twice */
-      CHECK(!(plan->events[e].leaves && used));
+      CHECK(!plan->events[e].leaves || (!p->in.stays && (plan->on_demand[op] || !used)));
+      CHECK(plan->events[e].leaves || !plan->on_demand[op]);
       gathered[chunk] = !plan->events[e].leaves;
       have += gathered[chunk] ? 1 : -1u;
       gathers += gathered[chunk];
       *ahead_out += gathered[chunk] && !used;
-      CHECK(have <= p->in.frames);
     }
-    for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) CHECK(gathered[p->uses[k]]);
+    CHECK_EQ(plan->gathered[op], have);
+    if (!p->in.stays) CHECK(have <= (plan->on_demand[op] ? 0 : p->frames[op]));
+    for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) {
+      uint32_t chunk = p->uses[k];
+      CHECK(plan->on_demand[op] || gathered[chunk]);
+      gathers += !gathered[chunk];
+      if (!p->in.stays) continue;
+      have += !gathered[chunk];
+      gathered[chunk] = true;
+    }
   }
   return gathers;
 }
@@ -68,7 +84,8 @@ static uint32_t plan_and_replay(const program_t *p, uint32_t *ahead_out) {
 
 /* Forward and backward over eight chunks, one for each operator. */
 static program_t there_and_back(uint32_t frames) {
-  program_t p = { .in = { .chunk_count = 8, .frames = frames } };
+  program_t p = { .in = { .chunk_count = 8 } };
+  all_frames(&p, frames);
   for (uint32_t c = 0; c < 8; c++) add_op(&p, &c, 1);
   for (uint32_t c = 8; c-- > 0;) add_op(&p, &c, 1);
   return p;
@@ -96,20 +113,66 @@ static void test_one_frame_is_enough_for_one_chunk_at_a_time(void) {
   CHECK_EQ(ahead, 0);
 }
 
-static void test_an_operator_with_more_chunks_than_frames_has_no_plan(void) {
+/* Its chunks are gathered when it acquires them: three gathers that are no events, with nothing beside them. */
+static void test_an_operator_with_more_chunks_than_frames_is_on_demand(void) {
   program_t p = there_and_back(2);
-  const uint32_t three[] = { 1, 2, 3 };
+  const uint32_t three[] = { 0, 1, 2 };
+  gmi_gather_plan_t plan;
+  uint32_t ahead;
   add_op(&p, three, 3);
+  const gmi_gather_input_t in = input_of(&p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  CHECK(plan.on_demand[16] && !plan.on_demand[15]);
+  CHECK_EQ(plan.gathered[16], 0);
+  CHECK_EQ(plan.event_first[17] - plan.event_first[16], 2); /* both leave */
+  gmi_gather_plan_free(&plan);
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 6 + 3);
+  all_frames(&p, 3);
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 5);
+}
+
+/* The first operator of the way back leaves room for one chunk only: it is not the sum of two peaks that counts. */
+static void test_each_operator_has_its_own_frames(void) {
+  program_t p = there_and_back(4);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 4);
+  p.frames[8] = 1; /* chunk 7 alone stays; 6, 5 and 4 have left and come again */
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 7);
+  p.frames[8] = 0;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 8);
+}
+
+static void test_nothing_is_gathered_ahead_past_an_operator_without_room(void) {
+  program_t p = there_and_back(8);
+  p.frames[3] = 1;
   gmi_gather_plan_t plan;
   const gmi_gather_input_t in = input_of(&p);
-  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_ERR_OOM_DEVICE);
-  p.in.frames = 3;
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  CHECK_EQ(plan.gathered[0], 4); /* chunks 0 to 3, of which the last goes beyond operator 2 */
+  CHECK_EQ(plan.gathered[3], 1);
+  CHECK_EQ(plan.gathered[4], 8); /* those that have left come back, for the way back */
+  gmi_gather_plan_free(&plan);
   uint32_t ahead;
-  CHECK(plan_and_replay(&p, &ahead) >= 8);
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8 + 3);
+}
+
+/* Nothing leaves, so what operators need later counts from then on, whatever their frames. */
+static void test_what_stays_is_gathered_once(void) {
+  program_t p = there_and_back(8);
+  uint32_t ahead;
+  p.in.stays = true;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 7);
+  p.frames[3] = 4;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  p.frames[3] = 0; /* on demand; four chunks are there */
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 2 + 3);
 }
 
 static void test_operators_that_gather_nothing_are_fine(void) {
-  program_t p = { .in = { .chunk_count = 2, .frames = 1 } };
+  program_t p = { .in = { .chunk_count = 2 } };
+  all_frames(&p, 1);
   const uint32_t one = 1;
   uint32_t ahead;
   add_op(&p, NULL, 0);
@@ -134,7 +197,10 @@ static void test_random_programs_keep_the_rules(void) {
       demand += count;
     }
     if (!ops) continue;
-    p.in.frames = p.most + (uint32_t)(check_random(&state) >> 33) % (p.in.chunk_count + 1);
+    const uint32_t least = check_random(&state) >> 63 ? p.most : 0;
+    for (uint32_t op = 0; op < ops; op++)
+      p.frames[op] = least + (uint32_t)(check_random(&state) >> 33) % (p.in.chunk_count + 1);
+    p.in.stays = check_random(&state) >> 63;
     uint32_t ahead, gathers = plan_and_replay(&p, &ahead);
     if (gathers > demand) seed_print(seed);
     CHECK(gathers <= demand); /* never more than if each operator gathered all that it uses */
@@ -145,7 +211,10 @@ int main(void) {
   RUN(test_everything_is_gathered_once_if_it_fits);
   RUN(test_what_is_needed_soonest_stays);
   RUN(test_one_frame_is_enough_for_one_chunk_at_a_time);
-  RUN(test_an_operator_with_more_chunks_than_frames_has_no_plan);
+  RUN(test_an_operator_with_more_chunks_than_frames_is_on_demand);
+  RUN(test_each_operator_has_its_own_frames);
+  RUN(test_nothing_is_gathered_ahead_past_an_operator_without_room);
+  RUN(test_what_stays_is_gathered_once);
   RUN(test_operators_that_gather_nothing_are_fine);
   RUN(test_random_programs_keep_the_rules);
   return check_done();

@@ -29,25 +29,12 @@ struct rank_thread {
 };
 static pthread_barrier_t barrier; /* of all ranks of a world */
 
-static void start(void) {
-  fake_cuda_reset();
-  fake_nccl_reset();
-  gmi_cuda_driver_replace(fake_cuda_symbol);
-}
-static void finish(void) {
-  CHECK_EQ(fake_nccl_live(), 0);
-  CHECK_EQ(fake_nccl_violations(), 0);
-  CHECK_EQ(fake_cuda_violations(), 0);
-  CHECK_EQ(fake_cuda_live(true), 0);
-  fake_cuda_reset();
-  fake_nccl_reset();
-}
 static void *thread_main(void *user) {
   rank_thread_t *t = user;
   t->fn(t);
   return NULL;
 }
-/* Runs fn as each rank. Options of the stand-ins are set between start() and this. */
+/* Runs fn as each rank. Options of the stand-ins are set between fakes_begin() and this. */
 static void run(shape_t shape, gemini_group_config_t group, rank_fn fn) {
   pthread_t threads[RANKS_MOST];
   rank_thread_t all[RANKS_MOST];
@@ -87,30 +74,30 @@ static void trains(rank_thread_t *t) { train_rank(&t->shape, t->rank, t->group, 
 /* NCCL's sums of two ranks are the only rounded ones; of more they are not in the order of ranks. */
 static void test_training_over_nccl_has_the_bits_of_the_model(void) {
   for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
-    start();
+    fakes_begin();
     shape_t shape = shape_of(2, stage, stage == GEMINI_ZERO_GRADIENTS ? 2 : 4);
     shape.unused = stage == GEMINI_ZERO_PARAMS;
     run_over_nccl(shape, 0, LONG_NS, trains);
     CHECK(fake_nccl_calls("ncclReduceScatter") > 0);
     CHECK_EQ(fake_nccl_calls("ncclSend"), 0);
-    finish();
+    fakes_end();
   }
 }
 static void test_sums_in_the_order_of_ranks_have_the_bits_of_the_model(void) {
   for (uint32_t element_bytes = 2; element_bytes <= 4; element_bytes += 2) {
-    start();
+    fakes_begin();
     shape_t shape = shape_of(3, GEMINI_ZERO_PARAMS, element_bytes);
     shape.wait = true;
     run_over_nccl(shape, GEMINI_GROUP_RANK_ORDER, LONG_NS, trains);
     CHECK_EQ(fake_nccl_calls("ncclReduceScatter"), 0);
     CHECK(fake_nccl_calls("ncclSend") > 0);
-    finish();
+    fakes_end();
   }
 }
 static void test_one_rank_trains_alone(void) {
-  start();
+  fakes_begin();
   run_over_nccl(shape_of(1, GEMINI_ZERO_PARAMS, 4), 0, LONG_NS, trains);
-  finish();
+  fakes_end();
 }
 
 /* ---- the caller's communicators */
@@ -158,13 +145,13 @@ static void trains_over_adopted(rank_thread_t *t) {
   comms_end(t, comms);
 }
 static void test_training_over_the_callers_communicators(void) {
-  start();
+  fakes_begin();
   ids_make();
   gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
   group.flags = GEMINI_GROUP_RANK_ORDER;
   run(shape_of(3, GEMINI_ZERO_GRADIENTS, 4), group, trains_over_adopted);
   CHECK_EQ(fake_nccl_calls("ncclCommDestroy"), 3 * GEMINI_GROUP_COMMS);
-  finish();
+  fakes_end();
 }
 
 /* ---- functions of the caller's that queue, which are here NCCL's again */
@@ -246,11 +233,11 @@ static void trains_over_functions(rank_thread_t *t) {
   }
 }
 static void test_training_over_functions_that_queue(void) {
-  start();
+  fakes_begin();
   ids_make();
   const gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
   run(shape_of(3, GEMINI_ZERO_PARAMS, 4), group, trains_over_functions);
-  finish();
+  fakes_end();
 }
 
 /* ---- failures */
@@ -329,9 +316,11 @@ static void stops_in_backward(rank_thread_t *t) {
   failed_close(k);
 }
 static void test_a_rank_that_stops_is_noticed_at_the_deadline(void) {
-  start();
-  run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), 0, SHORT_NS, stops_in_backward);
-  finish();
+  fakes_begin();
+  shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+  shape.placement = GEMINI_PLACEMENT_CPU; /* masters stay on the host, where check_masters() reads them */
+  run_over_nccl(shape, 0, SHORT_NS, stops_in_backward);
+  fakes_end();
 }
 
 /* A caller that waits for its stream by itself, as frameworks do, waits no longer than the deadline, either: nobody calls
@@ -368,9 +357,9 @@ static void waits_elsewhere(rank_thread_t *t) {
   failed_close(k);
 }
 static void test_a_wait_outside_of_the_library_ends_at_the_deadline(void) {
-  start();
+  fakes_begin();
   run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), 0, SHORT_NS, waits_elsewhere);
-  finish();
+  fakes_end();
 }
 
 /* A function that queues fails on rank 1; the others wait for their deadline. */
@@ -403,11 +392,13 @@ static void function_fails(rank_thread_t *t) {
   }
 }
 static void test_a_function_that_queues_and_fails(void) {
-  start();
+  fakes_begin();
   ids_make();
   const gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
-  run(shape_of(2, GEMINI_ZERO_PARAMS, 4), group, function_fails);
-  finish();
+  shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+  shape.placement = GEMINI_PLACEMENT_CPU; /* as above */
+  run(shape, group, function_fails);
+  fakes_end();
 }
 
 /* ---- groups that cannot be opened */
@@ -418,7 +409,7 @@ static void test_a_function_that_queues_and_fails(void) {
     CHECK(!group);                                                \
   } while (0)
 static void test_groups_that_do_not_fit_the_gpu_are_refused(void) {
-  start();
+  fakes_begin();
   gemini_config_t config = world_config(4 * SCALE, 4 * SCALE, 0);
   config.device = GEMINI_DEVICE_CUDA;
   config.device_ordinal = 1;
@@ -498,11 +489,11 @@ static void test_groups_that_do_not_fit_the_gpu_are_refused(void) {
   CHECK_EQ(fake_nccl_live(), 0);
   CHECK_EQ(fake_nccl_violations(), 3); /* questions about the communicator of another GPU */
   fake_nccl_reset();
-  finish();
+  fakes_end();
 }
 
 static void test_ids_need_nccl(void) {
-  start();
+  fakes_begin();
   gemini_group_id_t id;
   fake_nccl_lacking = "ncclGetVersion";
   gmi_nccl_library_replace(fake_nccl_symbol);
@@ -517,7 +508,7 @@ static void test_ids_need_nccl(void) {
     CHECK_EQ(id.bytes[0], 0xA5);
   }
   fake_nccl_fail(NULL, 0, 0);
-  finish();
+  fakes_end();
 }
 
 int main(void) {

@@ -15,6 +15,7 @@
 #define MAX_PIECES 24
 #define MAX_ACCESSES (MAX_OPS * MAX_CHUNKS)
 #define MAX_PIECE_CHUNKS (MAX_PIECES * 6)
+#define MAX_COLLECTIVES 40
 
 typedef struct instance {
   gmi_plan_input_t input;
@@ -23,6 +24,8 @@ typedef struct instance {
   gmi_plan_piece_t pieces[MAX_PIECES + 1];
   uint32_t piece_chunks[MAX_PIECE_CHUNKS];
   uint8_t kind[MAX_CHUNKS], pinned[MAX_CHUNKS];
+  gmi_plan_collective_t gathers[MAX_COLLECTIVES], sums[MAX_COLLECTIVES];
+  gmi_plan_group_t links[2];
 } instance_t;
 
 static void instance_begin(instance_t *i, uint32_t chunks, uint32_t frames, uint64_t fetch_ns, uint64_t evict_ns) {
@@ -67,6 +70,26 @@ static void add_piece_chunk(instance_t *i, uint32_t chunk, bool shared) {
   gmi_plan_piece_t *piece = &i->pieces[i->input.piece_count - 1];
   i->piece_chunks[piece[1].chunk_first++] = chunk;
   if (shared) piece->shared_count++;
+}
+
+static void add_group(instance_t *i, uint64_t gather_ns, uint64_t sum_ns) {
+  i->links[i->input.groups.group_count++] = (gmi_plan_group_t){ gather_ns, sum_ns };
+  i->input.groups.gathers = i->gathers;
+  i->input.groups.sums = i->sums;
+  i->input.groups.links = i->links;
+}
+/* Of the last group, with this rank's slice in one chunk. */
+static void add_gather(instance_t *i, uint32_t op, uint32_t use_op, uint32_t frame_op, uint32_t part, uint64_t bytes) {
+  CHECK(i->input.groups.gather_count < MAX_COLLECTIVES);
+  i->gathers[i->input.groups.gather_count++] =
+      (gmi_plan_collective_t){ op,       use_op,    frame_op, i->input.groups.group_count - 1, 1, 0,
+                               { part }, { bytes }, 3 * bytes };
+}
+static void add_sum(instance_t *i, uint32_t op, uint32_t part, uint64_t bytes) {
+  CHECK(i->input.groups.sum_count < MAX_COLLECTIVES);
+  i->sums[i->input.groups.sum_count++] = (gmi_plan_collective_t){
+    op, op, GMI_NO_OP, i->input.groups.group_count - 1, 1, 0, { part }, { bytes }, 3 * bytes
+  };
 }
 
 static uint32_t below(uint64_t *seed, uint32_t limit) { return (uint32_t)(check_random(seed) % limit); }
@@ -775,9 +798,47 @@ static void test_simulate_goes_on_while_more_work_is_left_behind(void) {
 
 #define EVENT_ITERATIONS 8 /* steady by then */
 
-static void test_simulate_random_instances_equal_events(void) {
+/* Groups whose gathers and sums are as a library's: the slices lie in chunks that no op uses, and are updated behind
+ * their gathers and sums; each gather is for an op at or behind the one before. */
+static void add_groups(instance_t *i, uint64_t *seed) {
+  uint8_t used[MAX_CHUNKS] = { 0 };
+  uint32_t ops = i->input.op_count, use_op = 0, groups = 1 + below(seed, 2);
+  for (uint32_t x = 0; x < i->ops[ops].access_first; x++) used[i->accesses[x].chunk] = 1;
+  for (uint32_t group = 0; group < groups; group++) add_group(i, below(seed, 300), below(seed, 300));
+  for (uint32_t op = 0; op < ops; op++) {
+    for (uint32_t n = below(seed, 4); n-- > 0 && i->input.groups.gather_count < MAX_COLLECTIVES;) {
+      uint32_t last = op + below(seed, 4);
+      if (last >= ops) last = ops - 1;
+      if (use_op < op) use_op = op;
+      if (use_op < last) use_op += below(seed, last - use_op + 1);
+      uint32_t frame_op = op > 0 && below(seed, 2) ? below(seed, op) : GMI_NO_OP;
+      add_gather(i, op, use_op, frame_op, below(seed, i->input.chunk_count), below(seed, 2097153));
+    }
+    for (uint32_t n = below(seed, 3); n-- > 0 && i->input.groups.sum_count < MAX_COLLECTIVES;)
+      add_sum(i, op, below(seed, i->input.chunk_count), below(seed, 2097153));
+  }
+  for (uint32_t n = 0; n < i->input.groups.gather_count + i->input.groups.sum_count; n++) {
+    bool sum = n >= i->input.groups.gather_count;
+    gmi_plan_collective_t *c = sum ? &i->sums[n - i->input.groups.gather_count] : &i->gathers[n];
+    c->group = below(seed, groups);
+    if (c->parts[0] + 1 < i->input.chunk_count && below(seed, 2)) {
+      c->part_count = 2;
+      c->parts[1] = c->parts[0] + 1;
+      c->part_bytes[1] = below(seed, 2097153);
+    }
+    bool fits = true;
+    for (uint32_t k = 0; k < c->part_count; k++) fits = fits && !used[c->parts[k]];
+    for (uint32_t p = 0; p < i->input.piece_count; p++)
+      for (uint32_t x = i->pieces[p].chunk_first; x < i->pieces[p + 1].chunk_first; x++)
+        for (uint32_t k = 0; k < c->part_count; k++)
+          fits = fits && (i->piece_chunks[x] != c->parts[k] || i->pieces[p].after_op >= c->use_op);
+    if (!fits) c->part_count = 0; /* the slice is zero */
+  }
+}
+
+static void check_events(bool groups) {
   static instance_t i;
-  uint64_t seed = 31, equal = 0, bound = 0, ordered = 0;
+  uint64_t seed = 31, equal = 0, bound = 0, ordered = 0, waiting = 0;
   for (uint32_t n = 0; n < 400; n++) {
     const shape_t shape = { 14, 12, 10, 3, 2, 20, 8 };
     gmi_plan_t plan;
@@ -798,20 +859,75 @@ static void test_simulate_random_instances_equal_events(void) {
     }
     i.input.placement = n % 3;
     i.input.pieces_apart = 0;
+    if (groups) add_groups(&i, &seed);
+    if (n % 5 == 0) i.input.groups.gather_count = 0; /* sums alone */
     make(&i.input, &plan);
     if (step_time(&i.input, &plan, EVENT_ITERATIONS, 0, &length_ns)) {
       uint64_t busy_ns = plan.update_busy_ns;
       if (busy_ns < plan.fetch_busy_ns) busy_ns = plan.fetch_busy_ns;
       if (busy_ns < plan.evict_busy_ns) busy_ns = plan.evict_busy_ns;
+      if (busy_ns < plan.gather_busy_ns) busy_ns = plan.gather_busy_ns;
+      if (busy_ns < plan.sum_busy_ns) busy_ns = plan.sum_busy_ns;
       CHECK_EQ(plan.predicted_ns, length_ns > busy_ns ? length_ns : busy_ns);
       equal++;
       bound += length_ns >= busy_ns && length_ns > plan.compute_ns;
       step_time(&i.input, &plan, EVENT_ITERATIONS, STEP_TIME_FIRST_IN_FIRST_OUT, &other_ns);
       ordered += length_ns >= busy_ns && other_ns != length_ns;
+      i.input.groups.gather_count = i.input.groups.sum_count = 0;
+      CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
+      waiting += length_ns >= busy_ns && plan.predicted_ns < length_ns;
     }
     gmi_plan_free(&plan);
   }
-  CHECK(equal > 350 && bound > 200 && ordered > 30);
+  CHECK(equal > 350 && bound > 200 && ordered > (groups ? 15 : 30) && (waiting > 100 || !groups));
+}
+static void test_simulate_random_instances_equal_events(void) { check_events(false); }
+static void test_simulate_random_groups_equal_events(void) { check_events(true); }
+
+static void test_simulate_gathers_and_sums_by_hand(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  instance_begin(&i, 2, 4, 100, 50);
+  i.input.placement = GEMINI_PLACEMENT_CPU;
+  add_group(&i, 30, 40);
+  add_op(&i, 200, 2), add_op(&i, 100, 2);
+  /* Half a chunk comes 0..50, is gathered ..80, for op 0, which ends at 280. */
+  add_gather(&i, 0, 0, GMI_NO_OP, 0, i.input.link_bytes / 2);
+  /* A whole one comes 50..150, is gathered ..180: op 1 does not wait. */
+  add_gather(&i, 0, 1, GMI_NO_OP, 1, i.input.link_bytes);
+  check_times(&i.input, 80 + 200 + 100, 300, 150, 0, 0);
+  /* In the frame that op 0 leaves it would come 280..380, ..410. */
+  i.gathers[1].op = 1, i.gathers[1].frame_op = 0;
+  check_times(&i.input, 410 + 100, 300, 150, 0, 0);
+  /* Its sum goes 510..550, back to the host ..600, is updated ..1600 and comes for the next iteration's gather. */
+  add_sum(&i, 1, 0, i.input.link_bytes);
+  add_piece(&i, 1, 1000, 1), add_piece_chunk(&i, 0, true);
+  i.gathers[1].op = 0, i.gathers[1].frame_op = GMI_NO_OP;
+  check_times(&i.input, 100 + 40 + 50 + 1000 + 50 + 30 + 200, 300, 150, 50, 1000);
+  make(&i.input, &plan);
+  CHECK_EQ(plan.gather_busy_ns, 60);
+  CHECK_EQ(plan.sum_busy_ns, 40);
+  CHECK_EQ(plan.traffic->fetched, i.input.link_bytes / 2 * 3);
+  CHECK_EQ(plan.traffic->gathered, 3 * plan.traffic->fetched);
+  CHECK_EQ(plan.traffic->stored, i.input.link_bytes);
+  CHECK_EQ(plan.traffic->summed, 3 * plan.traffic->stored);
+  gmi_plan_free(&plan);
+  /* A group that is slow is what the step takes. */
+  i.links[0].gather_ns = 5000;
+  make(&i.input, &plan);
+  CHECK(plan.predicted_ns >= 10000);
+  gmi_plan_free(&plan);
+  const gmi_plan_collective_t right = i.gathers[1];
+  for (int wrong = 0; wrong < 6; wrong++) {
+    i.gathers[1] = right;
+    if (wrong == 0) i.gathers[1].op = 2, i.gathers[1].use_op = 2;
+    if (wrong == 1) i.gathers[1].group = 1;
+    if (wrong == 2) i.gathers[1].parts[0] = 2;
+    if (wrong == 3) i.gathers[1].part_count = 3;
+    if (wrong == 4) i.gathers[1].frame_op = i.gathers[1].op;
+    if (wrong == 5) i.gathers[1].part_bytes[0] = i.input.link_bytes + 1;
+    CHECK_EQ(gmi_plan_make(&i.input, &plan, NULL), GEMINI_ERR_INVALID);
+  }
 }
 
 static void test_simulate_updates_are_current_after_a_delay(void) {
@@ -1349,6 +1465,8 @@ int main(int argc, char **argv) {
   RUN(test_simulate_first_layer_is_updated_before_those_submitted_earlier);
   RUN(test_simulate_goes_on_while_more_work_is_left_behind);
   RUN(test_simulate_random_instances_equal_events);
+  RUN(test_simulate_random_groups_equal_events);
+  RUN(test_simulate_gathers_and_sums_by_hand);
   RUN(test_simulate_updates_are_current_after_a_delay);
   RUN(test_simulate_device_piece_runs_on_the_stream);
   RUN(test_simulate_device_pieces_apart_run_beside_ops);

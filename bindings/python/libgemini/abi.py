@@ -59,6 +59,7 @@ READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
 UPDATE_LATE = 1
 TRANSPORT_SHARED = 0
+TRANSPORT_NCCL = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
@@ -328,6 +329,10 @@ class GroupStats(_Sized):
         ("reduced_chunks", c_uint64),
         ("fetched_bytes", c_uint64),
         ("stored_bytes", c_uint64),
+        ("reduced_bytes", c_uint64),
+        ("planned_gathered_bytes", c_uint64),
+        ("planned_reduced_bytes", c_uint64),
+        ("planned_fetched_bytes", c_uint64),
     ]
 
 

@@ -8,16 +8,19 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed
+import torch.distributed.device_mesh
 from torch import nn
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import tensorfile
+from libgemini.torch import checkpoint, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 
@@ -29,6 +32,56 @@ class Choice(nn.ModuleList):
         for branch in branches:
             x = torch.tanh(self[branch](x))
         return x
+
+
+class Copied(torch.autograd.Function):
+    """The values on all ranks of a tensor-parallel group, whose gradients are added."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        torch.distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Added(torch.autograd.Function):
+    """The sum of the values of all ranks of a tensor-parallel group."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Parallel(nn.Module):
+    """Layers of which each of `parts` ranks has a part: columns of the first matrix, rows of the second one."""
+
+    def __init__(self, group=None, part=0, parts=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.group = group
+        self.up = nn.ParameterList(torch.randn(2 * WIDTH, WIDTH).chunk(parts, 0)[part] * 0.1 for _ in range(3))
+        self.down = nn.ParameterList(torch.randn(WIDTH, 2 * WIDTH).chunk(parts, 1)[part] * 0.1 for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, input_ids, labels):
+        x = input_ids
+        for up, down in zip(self.up, self.down):
+            if self.group is None:
+                x = x + torch.tanh(x @ up.T) @ down.T
+            else:
+                x = x + Added.apply(torch.tanh(Copied.apply(x, self.group) @ up.T) @ down.T, self.group)
+        return {"loss": (self.last(x).squeeze(-1) - labels).square().mean()}
 
 
 class Branches(nn.Module):
@@ -47,6 +100,11 @@ def build(name, dtype="float32"):
     if name == "branches":
         torch.manual_seed(0)
         return Branches().to(getattr(torch, dtype))
+    if name == "lora":
+        import peft
+
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        return peft.get_peft_model(tiny("gpt2"), config)
     made = tiny(name, getattr(torch, dtype))
     for module in made.modules():
         if isinstance(getattr(module, "dropout", None), float):  # T5's attention has a number, not a module
@@ -54,13 +112,13 @@ def build(name, dtype="float32"):
     return made
 
 
-def rows(name, step, begin, end):
-    """Rows of the batch of a step."""
+def rows(name, step, begin, end, length=LENGTH):
+    """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
-    if name == "branches":
+    if name in ("branches", "parallel"):
         ids = torch.randn(ROWS, WIDTH, generator=generator)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
-    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end]
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length]
     return {"input_ids": ids, "labels": ids}
 
 
@@ -69,7 +127,7 @@ def adamw(model, **more):
     return torch.optim.AdamW(model.parameters(), **{"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1, **more})
 
 
-def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, **inputs):
+def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, **inputs):
     """Trains on rows begin to end of each batch, in `micro` parts. Returns losses, and norms before and after
     clipping.
     """
@@ -77,7 +135,7 @@ def steps(model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, **i
     for step in range(count):
         total, length = 0.0, (end - begin) // micro
         for first in range(begin, end, length):
-            loss = model(**rows(name, step, first, first + length), **inputs)["loss"] / micro
+            loss = model(**rows(name, step, first, first + length, columns), **inputs)["loss"] / micro
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -142,6 +200,63 @@ def training(
         out["stats"] = opened.manager.group_stats(opened.ranks.group)
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
         return {**out, "state": state(made, optimizer)}
+
+
+def columns(*, model, lengths):
+    """Trains on texts of another length on each rank."""
+    rank, _ = rank_and_count()
+    return training(model=model, columns=lengths[rank])
+
+
+def tensor_parallel(*, parts, count):
+    """Trains a model of which each of `parts` processes has a part, and divides each part among the others by ZeRO 2.
+
+    The batch is divided among those that have the same part.
+    """
+    rank, processes = rank_and_count()
+    torch.distributed.init_process_group("gloo")
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (processes // parts, parts), mesh_dim_names=("data", "tensor")
+        )
+        data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+        with session(zero=2, process_group=data):
+            made = Parallel(tensor, rank % parts, parts)
+            made, optimizer = gm.prepare(made, adamw(made))
+            out = steps(made, optimizer, "parallel", **share(processes // parts, rank // parts), count=count)
+            return {**out, "state": state(made, optimizer)}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def full_disk(*, folder):
+    """Saves a checkpoint, another one while rank 1 may write only some kilobytes, and one without that limit."""
+    rank, count = rank_and_count()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with session():
+        made = build("branches")
+        made, optimizer = gm.prepare(made, adamw(made))
+        steps(made, optimizer, "branches", **share(count, rank), count=1)
+        gm.save(folder, made, optimizer)
+        saved = state(made, optimizer)
+        steps(made, optimizer, "branches", **share(count, rank), count=1)
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+        try:
+            gm.save(folder, made, optimizer)
+            error = ""
+        except (gm.GeminiError, OSError) as raised:
+            error = str(raised)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        torch.distributed.barrier()
+        left = sorted(os.listdir(os.path.dirname(folder)))
+        newer = state(made, optimizer)
+        gm.load(folder, made, optimizer)
+        older = state(made, optimizer)
+        made.load_state_dict({name: value for name, value in newer.items() if name in made.state_dict()})
+        gm.save(folder, made, optimizer)
+        return {"error": error, "left": left, "saved": saved, "older": older, "again": sorted(os.listdir(folder))}
 
 
 def several(*, cases):
@@ -213,6 +328,24 @@ def loading(*, folder, model, count):
         return {**steps(made, optimizer, model, **share(ranks, rank), count=count), "state": loaded, "extra": extra}
 
 
+def alone_for_long(*, folder):
+    """One rank after the other works alone for longer than the deadline: before prepare() and save(), and in load()."""
+    rank, count = rank_and_count()
+    alone, verify = 6.0, checkpoint.Folder.verify
+    with session(deadline=5.0):
+        time.sleep(alone if rank == 0 else 0.0)
+        made = build("branches")
+        made, optimizer = gm.prepare(made, adamw(made))
+        time.sleep(alone if rank == 1 else 0.0)
+        gm.save(folder, made, optimizer)
+        checkpoint.Folder.verify = lambda *arguments: (time.sleep(alone), verify(*arguments))
+        try:
+            gm.load(folder, made, optimizer)
+        finally:
+            checkpoint.Folder.verify = verify
+        return {"state": state(made, optimizer)}
+
+
 def example(*, code, folder):
     """Runs a trainer's example, with a budget for this machine in the place of the example's."""
     os.chdir(folder)
@@ -229,6 +362,26 @@ def example(*, code, folder):
     finally:
         gm.init = init
         gm.close()
+
+
+def left_out():
+    """Steps on one batch, of an optimizer that changes nothing and lacks one parameter, which has an arena of its own.
+
+    Returns the norms over all parameters.
+    """
+    rank, count = rank_and_count()
+    with session():
+        made, norms = build("branches"), []
+        optimizer = adamw(made, lr=0.0, weight_decay=0.0)
+        made.gain = nn.Parameter(torch.ones(1, WIDTH, dtype=torch.bfloat16))
+        made.first.register_forward_hook(lambda _module, _inputs, x: x * made.gain.float())
+        made, optimizer = gm.prepare(made, optimizer)
+        for _ in range(4):
+            made(**rows("branches", 0, **share(count, rank)))["loss"].backward()
+            norms.append([float(nn.utils.clip_grad_norm_(some, 1e9)) for some in (made.parameters(), [made.gain])])
+            optimizer.step()
+            made.zero_grad()
+        return {"norms": norms}
 
 
 def another_model():
@@ -277,6 +430,9 @@ def refusals():
     refused("zero", lambda: gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", zero=4))
     with session():
         made = build("gpt2")
+        made.transformer.wpe.weight.grad = torch.ones_like(made.transformer.wpe.weight)
+        refused("gradient before", lambda: gm.prepare(made, adamw(made)))
+        made.zero_grad()
         refused("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), 0.1)))
         refused("amsgrad", lambda: gm.prepare(made, adamw(made, amsgrad=True)))
         refused("early", lambda: gm.prepare(made, adamw(made), step_in_backward=True))

@@ -26,7 +26,7 @@ from apart import apart
 from architectures import ARCHITECTURES
 from bits import described, differing
 from conftest import overwrite_the_device
-from libgemini.torch import model as gm_model, torchrule
+from libgemini.torch import torchrule
 from libgemini.torch.backward import Backward
 
 ALL = os.environ.get("GEMINI_ARCHITECTURES") == "all"
@@ -314,8 +314,8 @@ def test_there_are_at_least_40_architectures():
 # ---- what the tester notices
 def gradients_replaced():
     """A second gradient takes the place of the first one."""
-    store = gm_model.Record.store
-    gm_model.Record.store = lambda record, values, add=False: store(record, values)
+    store = Backward.store
+    Backward.store = lambda self, parts: store(self, [(record, values, False) for record, values, _ in parts])
 
 
 def backward_unacquired():

@@ -222,11 +222,12 @@ WATCHED = {
     for function in (
         Record.take_gradient,
         Record.queue,
-        Record.store,
         Record.settle,
         Backward.queue,
         Backward.store_landed,
-        Backward.store_one,
+        Backward.store_batch,
+        Backward.begins_storing,
+        Backward.store,
     )
 }
 

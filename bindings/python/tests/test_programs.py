@@ -278,8 +278,8 @@ def writes_unnoticed():
 
 def gradients_replaced():
     """A second gradient takes the place of the first one."""
-    store = gm_model.Record.store
-    gm_model.Record.store = lambda record, values, add=False: store(record, values)
+    store = Backward.store
+    Backward.store = lambda self, parts: store(self, [(record, values, False) for record, values, _ in parts])
 
 
 def backward_unacquired():

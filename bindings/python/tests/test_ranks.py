@@ -91,6 +91,7 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "zero 3, accumulation": ("training", {**CLIPPED, "zero": 3, "micro": 2, "wrapped": True}),
     "frozen": ("training", FROZEN),
     "built in": ("built_in", {"model": "gpt2"}),
+    "lora": ("training", {"model": "lora", "frozen": ["base_layer", "wte", "wpe", "ln_", "mlp", "c_proj"]}),
 }
 LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
 OTHERS = {
@@ -101,6 +102,8 @@ OTHERS = {
     "saving": ("saving", {}),
     "another model": ("another_model", {}),
     "refusals": ("refusals", {}),
+    "left out": ("left_out", {}),
+    "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
 }
 
 
@@ -111,6 +114,8 @@ def outcomes(tmp_path_factory):
     for ranks, cases in (2, {**CASES, **OTHERS}), (4, {name: CASES[name] for name in LARGER}):
         folder = tmp_path_factory.mktemp("ranks")
         if "saving" in cases:
+            cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
+            cases["alone for long"] = "alone_for_long", {"folder": str(folder / "alone")}
             cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
         by_rank = run(folder, ranks, "several", cases=list(cases.values()))
         out.update({(ranks, name): outcome for name, *outcome in zip(cases, *by_rank)})
@@ -185,10 +190,10 @@ def same_state(outcome, wanted):
 
 
 def test_checkpoints_know_no_number_of_ranks(tmp_path, outcomes):
-    """Saved by 3 ranks, loaded by 1, 2 and 4; saved by 1, loaded by 2; saved by 2, loaded by transformers."""
-    folder = str(tmp_path / "three")
-    saved = good(run(tmp_path, 3, "saving", folder=folder, model="branches", count=2))[0]
-    for ranks in 1, 2, 4:
+    """Saved by 4 ranks, loaded by 1, 2 and 3; saved by 1, loaded by 2; saved by 2, loaded by transformers."""
+    folder = str(tmp_path / "four")
+    saved = good(run(tmp_path, 4, "saving", folder=folder, model="branches", count=2))[0]
+    for ranks in 1, 2, 3:
         for outcome in good(run(tmp_path, ranks, "loading", folder=folder, model="branches", count=2)):
             same_state(outcome, saved)
             assert outcome["extra"] == {"step": 2}
@@ -213,6 +218,57 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert not os.path.exists(folder + ".saving")
     for outcome in good(run(tmp_path, 2, "loading", folder=folder, model="branches", count=1)):
         same_state(outcome, saved)
+
+
+def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(outcomes):
+    for rank, outcome in enumerate(good(outcomes[2, "full disk"])):
+        assert ("rank 1: " in outcome["error"]) == (rank != 1) and "was not written" in outcome["error"]
+        assert outcome["left"] == ["checkpoint"]
+        same_state({"state": outcome["older"]}, {"state": outcome["saved"]})
+        assert "libgemini.json" in outcome["again"]
+
+
+def test_ranks_with_texts_of_other_lengths(outcomes):
+    """The loss is the mean of the ranks' losses, as with DistributedDataParallel, however long their texts are."""
+    name, lengths = "gpt2", OTHERS["columns"][1]["lengths"]
+    made = rank_programs.build(name)
+    optimizer = rank_programs.adamw(made)
+    losses = []
+    for step in range(4):
+        shares = [rank_programs.share(2, rank) for rank in range(2)]
+        batches = [rank_programs.rows(name, step, **part, length=length) for part, length in zip(shares, lengths)]
+        loss = sum(made(**batch)["loss"] for batch in batches) / 2
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = {"losses": losses, "norms": [], "after": [], "state": rank_programs.state(made, optimizer)}
+    check(good(outcomes[2, "columns"]), wanted)
+
+
+def test_tensor_parallel_parts_are_divided(tmp_path):
+    """Tensor parallel 2 x ZeRO 2 on 4 processes, against one process that has the whole model."""
+    found = good(run(tmp_path, 4, "tensor_parallel", parts=2, count=4))
+    made = rank_programs.Parallel()
+    optimizer = rank_programs.adamw(made)
+    wanted = rank_programs.steps(made, optimizer, "parallel", begin=0, end=rank_programs.ROWS)
+    whole = rank_programs.state(made, optimizer)
+    dims = {name: 0 if name.startswith("up") else 1 for name, _ in made.named_parameters() if "last" not in name}
+    for number, (name, _) in enumerate(made.named_parameters()):
+        if name in dims:
+            dims.update({f"{number}.{kind}": dims[name] for kind in ("exp_avg", "exp_avg_sq")})
+    for replica in found[:2], found[2:]:
+        joined = {
+            name: torch.cat([one["state"][name] for one in replica], dims[name]) if name in dims else value
+            for name, value in replica[0]["state"].items()
+        }
+        sizes = {name: max(1.0, value.abs().max().item()) for name, value in whole.items()}  # of sums of squares
+        assert far_apart(*({name: one[name] / sizes[name] for name in whole} for one in (joined, whole))) <= 1e-6
+    for first, second in zip(found[:2], found[2:]):
+        same_state(first, second)
+    assert [sum(both) / 2 for both in zip(found[0]["losses"], found[2]["losses"])] == pytest.approx(
+        wanted["losses"], rel=1e-5
+    )
 
 
 def test_each_rank_keeps_its_part(outcomes):
@@ -252,6 +308,7 @@ def test_what_is_refused(outcomes):
         "sgd": "SGD",
         "amsgrad": "AdamW",
         "early": "step_in_backward is not supported",
+        "gradient before": "parameter transformer.wpe.weight has a gradient from before prepare()",
         "second": "a second optimizer",
         "read": "transformer.wte.weight.grad: a gradient is divided among the ranks",
         "write": "transformer.wte.weight.grad: a gradient is divided among the ranks",
@@ -262,6 +319,19 @@ def test_what_is_refused(outcomes):
         assert outcome.keys() == wanted.keys()
         for name, text in wanted.items():
             assert text in outcome[name], outcome[name]
+
+
+def test_a_parameter_that_no_optimizer_has(outcomes):
+    """Its gradient does not add up over steps, though no update of its arena takes it."""
+    for outcome in good(outcomes[2, "left out"]):
+        assert outcome["norms"] == [outcome["norms"][0]] * 4
+        assert all(outcome["norms"][0])
+
+
+def test_a_rank_may_work_alone_for_longer_than_the_deadline(outcomes):
+    first, second = good(outcomes[2, "alone for long"])
+    assert first["state"].keys() == second["state"].keys()
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
 
 
 def test_the_example_of_the_page(tmp_path):

@@ -211,7 +211,7 @@ def test_unit_is_one_operator():
         assert [args[2] for args in seen] == [6]  # all of its parameters at once
         seen.clear()
         y.sum().backward()
-        assert len(seen) == 1 + 6  # the same again, and each gradient that is stored
+        assert seen[0][2] == 6 and sum(args[2] for args in seen) == 6 + 6  # the same again, and each gradient
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -456,3 +456,81 @@ def test_cuda_graphs_of_blocks_train_alike(how, allocator):
     stats = gm.stats()
     assert stats["acquire_misses"] > 0
     assert allocator == "pool" or stats["budget_bytes"]["device"] < stats["model_bytes"]
+
+
+# ---- gradients of a unit
+def stored_together(session, monkeypatch):
+    """A list that gets the number of gradients of each use that stores gradients."""
+    counts, acquire_use = [], session.holds.acquire_use
+
+    def counted(use, stream):
+        if use.forward_name.endswith(b":grad"):
+            counts.append(use.count)
+        acquire_use(use, stream)
+
+    monkeypatch.setattr(session.holds, "acquire_use", counted)
+    return counts
+
+
+def test_gradients_of_a_unit_are_stored_together(monkeypatch):
+    torch.manual_seed(0)
+    model = Net()
+    expected = losses(model, sgd(model))
+    torch.manual_seed(0)
+    model = Net()
+    start(model, share=4.0)
+    model, optimizer = gm.prepare(model, sgd(model))
+    for block in model.blocks:
+        gm.unit(block)
+    counts = stored_together(gm.session(), monkeypatch)
+    assert losses(model, optimizer) == expected
+    gradients = len(list(model.blocks[0].parameters()))
+    assert counts.count(gradients) == STEPS * BLOCKS
+    assert sum(counts) == STEPS * len(list(model.parameters()))
+
+
+def test_gradients_that_do_not_fit_together_are_stored_one_by_one(monkeypatch):
+    torch.manual_seed(0)
+    model = Net()
+    expected = losses(model, sgd(model))
+    torch.manual_seed(0)
+    model = Net()
+    start(model, share=4.0)
+    model, optimizer = gm.prepare(model, sgd(model))
+    for block in model.blocks:
+        gm.unit(block)
+    holds = gm.session().holds
+    counts, acquire_use = stored_together(gm.session(), monkeypatch), holds.acquire_use
+
+    def full(use, stream):
+        acquire_use(use, stream)
+        if use.forward_name.endswith(b":grad") and use.count > 1:
+            holds.release_use(use, stream)
+            raise gm.GeminiError("no room for all of them", "OOM_DEVICE")
+
+    monkeypatch.setattr(holds, "acquire_use", full)
+    assert losses(model, optimizer) == expected
+    assert counts.count(1) == STEPS * len(list(model.parameters())) and max(counts) > 1
+
+
+def test_norms_of_gradients_are_computed_when_the_last_step_asked_for_one(monkeypatch):
+    calls, norm = [], torch.linalg.vector_norm
+    monkeypatch.setattr(
+        torch.linalg, "vector_norm", lambda *args, **kwargs: (calls.append(1), norm(*args, **kwargs))[1]
+    )
+    torch.manual_seed(0)
+    model = Net()
+    start(model, share=4.0)
+    model, optimizer = gm.prepare(model, sgd(model))
+    params, computed, norms = list(model.parameters()), [], []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        computed.append(len(calls))
+        if step in (3, 4):
+            norms.append([float(norm(param.grad)) for param in params])
+            assert norms[-1] == [float(norm(param.grad.clone())) for param in params]
+        optimizer.step()
+        calls.clear()
+    assert computed == [len(params), 0, 0, 0, len(params), len(params)]
+    assert all(value > 0 for values in norms for value in values)

@@ -473,7 +473,8 @@ def load_weights(model: _torch.nn.Module, folder: _Path, *, verify: bool = True,
         OSError: A file cannot be read.
     """
     owner = session()
-    source = _checkpoint.Folder(folder)
+    with _checkpoint.together(owner):
+        source = _checkpoint.Folder(folder)
     _checkpoint.load_weights(owner, model, source, verify, owner.progress if progress is None else progress)
 
 

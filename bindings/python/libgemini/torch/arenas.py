@@ -316,7 +316,7 @@ class Arenas:
 
     def place_type(self, arena: int) -> type[Place]:
         """The class of places in an arena."""
-        return self.session.sliced_place if arena in self.sliced else Place
+        return self.session.ranks.place_type if self.session.ranks and arena in self.sliced else Place
 
     def place_of(self, tensor: ManagedTensor, kind: str) -> Place:
         """Takes a new place and copies the values and strides of a managed tensor to it."""

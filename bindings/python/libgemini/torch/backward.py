@@ -23,6 +23,11 @@ if typing.TYPE_CHECKING:
     from .tensors import Use
 
 
+# Gradients are stored together as long as they take less than this part of the device budget. Large ones are not held
+# up by single calls, and would have to fit together.
+BATCHES = 16
+
+
 class Landed:
     """A gradient that autograd has made and that is not stored yet."""
 
@@ -47,6 +52,13 @@ class Backward:
         self.task = -1  # autograd's number of the backward pass in progress
         # Gradients of parameters of the function that the backward pass has reached.
         self.landed: list[Landed] = []
+        # Whether norms of gradients are computed while they are stored, when their bytes are there anyway, as somebody
+        # has asked for one in the last step; and whether somebody has in this one.
+        self.norms, self.norm_asked = True, False
+
+    def step_ends(self) -> None:
+        """An optimizer has made its step."""
+        self.norms, self.norm_asked = self.norm_asked, False
 
     def begin(self) -> None:
         """Called by hooks of autograd. The first call in a backward pass begins its phase."""
@@ -102,18 +114,81 @@ class Backward:
         only: the record of one parameter, or None for all.
         """
         early: list[Record] = []
-        for one in [one for one in self.landed if only is None or one.record is only]:
-            self.store_one(one)
-            self.landed.remove(one)
-            if one.record in self.session.rule_of:
-                early.append(one.record)
+        for batch in self.batches([one for one in self.landed if only is None or one.record is only]):
+            self.store_batch(batch)
+            for one in batch:
+                self.landed.remove(one)
+                if one.record in self.session.rule_of:
+                    early.append(one.record)
         if early:
             self.session.brackets.op_end()
         for record in early:
             self.session.rule_of[record].landed(record)
 
-    def store_one(self, one: Landed) -> None:
-        """Stores a gradient, unless an interrupt came after that. If it fails, it can be called again."""
+    def batches(self, landed: list[Landed]) -> list[list[Landed]]:
+        """Divides gradients into batches that may be on the device together, each parameter's once in a batch."""
+        batches: list[list[Landed]] = []
+        left = 0
+        for one in landed:
+            size = one.record.grad_place.size_bytes
+            left -= size
+            if not batches or left < 0 or any(one.record is other.record for other in batches[-1]):
+                batches.append([])
+                left = self.session.manager.config.device_bytes // BATCHES - size
+            batches[-1].append(one)
+        return batches
+
+    def store_batch(self, batch: list[Landed]) -> None:
+        """Stores gradients, except those that were stored before an interrupt. If it fails, it can be called again."""
+        parts = [(one.record, one.gradient, one.record.has_grad) for one in batch if self.begins_storing(one)]
+        try:
+            self.store(parts)
+        except GeminiError as error:
+            if error.status != "OOM_DEVICE" or len(parts) < 2:
+                raise
+            for part in parts:
+                self.store([part])
+
+    def store(self, parts: list[tuple[Record, torch.Tensor, bool]]) -> None:
+        """Stores gradients together, in the open operator or in a new one.
+
+        Args:
+            parts: Records, values of their gradients, and whether the stored values stay, so that these add to them.
+        """
+        session, ranges, stored = self.session, [], []
+        for record, values, add in parts:
+            if values.is_sparse:
+                values = values.to_dense()
+            place, mode = record.grad_place, abi.READ_WRITE if add else abi.WRITE
+            if session.ranks:
+                session.ranks.store(record, values)
+            elif not place.elements:  # to the library, size 0 means all of the arena
+                record.has_grad, record.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
+            else:
+                record.settle(mode)
+                ranges.append((place, 0, place.size_bytes, mode))
+                stored.append((record, place.tensor, values, add))
+        if not ranges:
+            return
+        use, stream = session.holds.use(ranges, "grad"), session.holds.stream()
+        if not session.brackets.op_open:
+            session.brackets.op_begin(use.forward_name)
+        session.holds.acquire_use(use, stream)
+        try:
+            for record, tensor, values, add in stored:
+                if add:
+                    tensor.add_(values)
+                else:
+                    tensor.copy_(values)
+                # Gradients of early updates cannot be clipped, so nobody needs their norms.
+                known = self.norms and not record.early
+                record.norm = torch.linalg.vector_norm(tensor, dtype=torch.float32) if known else None
+                record.has_grad = True
+        finally:
+            session.holds.release_use(use, stream)
+
+    def begins_storing(self, one: Landed) -> bool:
+        """Prepares a gradient for being stored. Returns False if it was stored before an interrupt."""
         record, gradient, stored = one.record, one.gradient, one.record.grad_place.tensor
         param = record.param
         with internals.plain():
@@ -121,7 +196,7 @@ class Backward:
                 internals.set_grad(param, None)
         if one.version not in (-1, internals.version(stored)):
             record.has_grad, record.norm = True, None
-            return
+            return False
         if one.stream != self.session.holds.native_stream():  # where autograd made it
             torch.cuda.current_stream(self.session.device).wait_stream(
                 torch.cuda.ExternalStream(one.stream, self.session.device)
@@ -130,7 +205,7 @@ class Backward:
         if record.has_grad and record.grad_place.elements and not self.session.ranks:
             record.settle(abi.READ_WRITE)  # which writes, too
         one.version = internals.version(stored)
-        record.store(gradient.to_dense() if gradient.is_sparse else gradient, add=record.has_grad)
+        return True
 
     def queue(self, record: Record, gradient: torch.Tensor) -> None:
         """Queues a gradient to be stored, unless it was queued before an interrupt."""

@@ -215,6 +215,11 @@ def _link(old, new):
         shutil.copy2(old, new, follow_symlinks=False)
 
 
+def together(session):
+    """A context manager: an exception on one of several ranks is one on all of them."""
+    return session.ranks.together() if session.ranks else contextlib.nullcontext()
+
+
 # ---- what is saved
 def _tensors_of(model):
     """Each tensor of the model's state dict once, as (names, tensor). It is saved under the first name."""
@@ -273,7 +278,7 @@ def _training_state(session, optimizer, model):
         rng["cuda"] = torch.cuda.get_rng_state(session.device)
     rngs = [rng]
     if session.ranks:
-        rngs = [_unpickled(data) for data in session.ranks.exchange_any(_pickled(rng))]
+        rngs = session.ranks.meet(rng)
     left = iter(names)
     groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
     training = {
@@ -285,10 +290,6 @@ def _training_state(session, optimizer, model):
         "others": copies(optimizer.rule.others()),
     }
     return tensors, training
-
-
-def _unpickled(data):
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _pickled(training):
@@ -348,6 +349,9 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     if not most_bytes:
         raise ValueError("max_shard is 0: want at least 1 byte")
     folder = os.path.realpath(folder)
+    ranks = session.ranks
+    if ranks:
+        ranks.meet()
     session.backward.settle()
     weights = []
     for names, value in _tensors_of(model):
@@ -357,19 +361,18 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     states, training = _training_state(session, optimizer, model) if optimizer is not None else ([], {})
     data = _pickled({**training, "extra": extra})
     total = sum(_size(value) for _, value in weights + states)
-    ranks = session.ranks
-    first, together = (True, contextlib.nullcontext) if ranks is None else (ranks.rank == 0, ranks.together)
+    first = ranks is None or ranks.rank == 0
     # An exception on any rank is one on all ranks, so that the first one, which has the folder, leaves the old one.
     with contextlib.ExitStack() as stack, Progress(f"saving {folder}", total, progress) as bar:
         new = folder + SAVING
-        with together():
+        with together(session):
             if first:
                 stack.enter_context(_replacing(folder))
         sums: dict[str, int] = {}
         _write_shards(new, "model", weights, most_bytes, sums, bar, ranks)
         if optimizer is not None:
             _write_shards(new, "optimizer", states, most_bytes, sums, bar, ranks)
-        with together():
+        with together(session):
             if first:
                 with open(os.path.join(new, TRAINING), "wb") as file:
                     file.write(data)
@@ -377,7 +380,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
                 _write_json(
                     os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums}
                 )
-        with together():
+        with together(session):
             stack.close()
 
 
@@ -599,21 +602,21 @@ def _plan_states(folder, training, optimizer, model):
 
 def load_weights(session, model, folder, verify, progress, strict=False, states=(), optimizer=None):
     """See libgemini.torch.load_weights()."""
-    if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
-        model.tie_weights()
-    entries = folder.entries("model")
-    plan, unexpected = _plan_weights(folder, model, entries)
-    if unexpected:
-        text = f"{folder.path} has {len(unexpected)} tensors that the model has not, first {unexpected[0]}"
-        if strict:
-            raise GeminiError(text, "FORMAT")
-        logger.warning("%s", text)
-    buffers = _meta_buffers(model)
+    with together(session):
+        if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
+            model.tie_weights()
+        entries = folder.entries("model")
+        plan, unexpected = _plan_weights(folder, model, entries)
+        if unexpected:
+            text = f"{folder.path} has {len(unexpected)} tensors that the model has not, first {unexpected[0]}"
+            if strict:
+                raise GeminiError(text, "FORMAT")
+            logger.warning("%s", text)
+        buffers = _meta_buffers(model)
     wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
-    ranks = session.ranks
     if verify:
-        with ranks.together() if ranks else contextlib.nullcontext():
-            if not ranks or ranks.rank == 0:  # one rank reads all bytes for the others
+        with together(session):
+            if not session.ranks or session.ranks.rank == 0:  # one rank reads all bytes for the others
                 folder.verify(wanted, progress)
     session.backward.settle()
     with torch.no_grad():
@@ -621,7 +624,8 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         for record, layout, parts in states:
             places = optimizer.rule.renew(record, layout)
             jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
-        with Progress(f"loading {folder.path}", sum(entry.size_bytes for entry in wanted), progress) as bar:
+        total = sum(entry.size_bytes for entry in wanted)
+        with together(session), Progress(f"loading {folder.path}", total, progress) as bar:
             _read_all(jobs, bar)
         _compute_buffers(session, model, buffers)
         if optimizer is None:
@@ -632,13 +636,14 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
 
 def load(session, folder, model, optimizer, verify, progress):
     """See libgemini.torch.load()."""
-    folder = Folder(folder)
-    training = folder.training()
     states = ()
-    if optimizer is not None:
-        if training is None or "groups" not in training:
-            raise GeminiError(f"{folder.path} holds no state of an optimizer: load it without one", "NOT_FOUND")
-        states = _plan_states(folder, training, optimizer, model)
+    with together(session):
+        folder = Folder(folder)
+        training = folder.training()
+        if optimizer is not None:
+            if training is None or "groups" not in training:
+                raise GeminiError(f"{folder.path} holds no state of an optimizer: load it without one", "NOT_FOUND")
+            states = _plan_states(folder, training, optimizer, model)
     load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
     if optimizer is not None:
         optimizer.zero_grad()

@@ -103,6 +103,7 @@ class Record:
     @property
     def norm(self):
         """The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known."""
+        self.session.backward.norm_asked = True
         if self.known_norm is None and self.session.ranks and self.has_grad:
             self.known_norm = self.session.ranks.norm(self)
         return self.known_norm
@@ -334,32 +335,6 @@ class Record:
             self.take_left()
         self.session.backward.land(self)
 
-    def store(self, values, add=False):
-        """Copies or adds values to the stored gradient, in the open operator or in a new one."""
-        session, place = self.session, self.grad_place
-        if session.ranks:
-            session.ranks.store(self, values)
-            return
-        if not place.elements:  # to the library, size 0 means all of the arena
-            self.has_grad, self.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
-            return
-        self.settle(abi.READ_WRITE if add else abi.WRITE)
-        use = session.holds.use(((place, 0, place.size_bytes, abi.READ_WRITE if add else abi.WRITE),), "grad")
-        stream = session.holds.stream()
-        if not session.brackets.op_open:
-            session.brackets.op_begin(use.forward_name)
-        session.holds.acquire_use(use, stream)
-        try:
-            if add:
-                place.tensor.add_(values)
-            else:
-                place.tensor.copy_(values)
-            if not self.early:  # gradients of early updates cannot be clipped, so nobody needs the norm
-                self.norm = torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
-        finally:
-            session.holds.release_use(use, stream)
-        self.has_grad = True
-
     def settle(self, mode):
         """Applies the pending factor, as the stored gradient is about to be read or written as plain bytes."""
         scale = self.scale
@@ -458,6 +433,8 @@ class Record:
     # ---- gradients that were assigned
     def note_given(self):
         """Notes that the gradient is a tensor that the user assigned."""
+        if self.session.ranks:  # which would add nobody's
+            self.session.ranks.refuse_gradient(self.param, self.name)
         self.given = True
         self.session.given[self] = None
 
@@ -496,7 +473,7 @@ class Record:
         # together.
         """Stores a gradient in an operator of its own."""
         self.session.brackets.op_end()
-        self.store(values.to_dense() if values.is_sparse else values)
+        self.session.backward.store([(self, values, False)])
 
     def give_out(self, alias):
         """Moves the stored gradient to torch's memory, as if it had been assigned, together with a view of it that
@@ -731,6 +708,8 @@ class Model:
                 raise GeminiError(
                     f"parameter {name} is on the meta device: load it first, by libgemini.torch.load_weights()"
                 )
+            if session.ranks:
+                session.ranks.refuse_gradient(param, name)
         params = dict(module.named_parameters())
         self.refuse_aliases(params)
         views = self.buffers_over(params)
@@ -749,6 +728,7 @@ class Model:
         self.move_buffers(session.device)
         session.holds.uses.clear()  # cached uses have the old names
         if session.ranks:
+            session.ranks.meet()  # some take longer to move the model in
             session.ranks.check_model(self.records)
             session.ranks.share_buffers(module)
         make_units(session, module)

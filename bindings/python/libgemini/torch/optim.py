@@ -272,6 +272,7 @@ class Optimizer(torch.optim.Optimizer):
             loss = self.rule.step_whole(args, kwargs)
         with torch.no_grad():
             session.brackets.iteration_end()
+            session.backward.step_ends()
         inner: typing.Any = self.inner
         inner._opt_called = True  # a scheduler that was made with it checks this
         return loss

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from .. import abi
 from ..abi import GeminiError
 from ..manager import STATES, Manager
-from .arenas import ALIGNMENT, DTYPES, PIECE_BYTES, Place
+from . import internals
+from .arenas import DTYPES, PIECE_BYTES, Place
 from .memory import host_tensor
 
 if typing.TYPE_CHECKING:
@@ -134,14 +135,14 @@ class SlicedPlace(Place):
         """Reads elements from the slices of all ranks."""
         ranks, end = self.ranks, begin + out.numel()
         mine = array.array("q", [at for part in self.slices(begin, end) for at in part])
-        values = torch.empty(sum(mine[1::2]) - sum(mine[::2]), dtype=self.dtype)
+        values = torch.empty(sum(mine[1::2]) - sum(mine[::2]), dtype=self.dtype, device="cpu")
         at = 0
         for _, piece in self.host_pieces(abi.READ, begin, end):
             values[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
         parts = [array.array("q", part) for part in ranks.exchange_any(mine.tobytes())]
         for part, data in zip(parts, ranks.exchange_any(values.view(torch.uint8).numpy().tobytes())):
-            theirs = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+            theirs = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else values[:0]
             at = 0
             for first, last in zip(part[::2], part[1::2]):
                 out[first - begin : last - begin].copy_(theirs[at : at + last - first])
@@ -164,6 +165,8 @@ class Ranks:
         stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too.
         storing: Whether a gradient is being stored.
     """
+
+    place_type = SlicedPlace  # of divided arenas
 
     def __init__(self, session: Session, process_group: typing.Any, stage: int, deadline: float) -> None:
         """
@@ -196,20 +199,36 @@ class Ranks:
         padded = self.exchange(mine.ljust(max(sizes), b"\0"))
         return [data[:size] for data, size in zip(padded, sizes)]
 
+    def meet(self, mine: typing.Any = None) -> list[typing.Any]:
+        """Brings an object of each rank to all ranks, as torch.distributed does: without the deadline of the library.
+
+        A rank may work alone before it comes here for longer than the deadline, such as while it reads files.
+
+        Raises:
+            GeminiError: A rank has ended.
+        """
+        theirs: list[typing.Any] = [None] * self.count
+        try:
+            dist.all_gather_object(theirs, mine, group=self.process_group)
+        except RuntimeError:
+            self.exchange(b"\0")  # which says what has become of the other rank
+            raise
+        return theirs
+
     @contextlib.contextmanager
     def together(self) -> typing.Iterator[None]:
-        """A context manager: an exception within it on one rank is an exception on all of them."""
+        """A context manager: an exception within it on one rank is one on all of them, which meet at its end."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        texts = self.exchange_any(str(error or "").encode() or repr(error).encode() if error else b"")
+        texts = self.meet((str(error) or repr(error)) if error else "")
         if error:
             raise error
         for rank, text in enumerate(texts):
             if text:
-                raise GeminiError(f"rank {rank}: {text.decode(errors='replace')}", "PEER")
+                raise GeminiError(f"rank {rank}: {text}", "PEER")
 
     def on_any(self, flags: typing.Sequence[bool]) -> list[bool]:
         """Which of some flags are set on any rank."""
@@ -231,6 +250,15 @@ class Ranks:
                     )
 
     # ---- models
+    def refuse_gradient(self, param: torch.nn.Parameter, name: str) -> None:
+        """Raises GeminiError if a parameter that is not prepared yet has a gradient."""
+        with internals.plain():
+            if internals.get_grad(param) is not None:
+                raise GeminiError(
+                    f"parameter {name} has a gradient from before prepare(), and on several ranks gradients come from "
+                    "backward passes after it, of which all ranks make their part: call zero_grad() before"
+                )
+
     def check_model(self, records: typing.Mapping[str, Record]) -> None:
         """Raises GeminiError unless the parameters of a model are the same, and at the same places, on all ranks."""
         self.check_layout(
@@ -255,7 +283,7 @@ class Ranks:
         assert isinstance(place, SlicedPlace)
         for first, last in place.slices(0, place.elements):
             for at in range(first, last, PIECE_BYTES // 4):
-                values = torch.empty(min(PIECE_BYTES // 4, last - at), dtype=place.dtype)
+                values = torch.empty(min(PIECE_BYTES // 4, last - at), dtype=place.dtype, device="cpu")
                 for _, piece in place.host_pieces(abi.READ, at, at + values.numel()):
                     values.copy_(piece)
                 for _, piece in master.host_pieces(abi.READ_WRITE, at, at + values.numel()):
@@ -271,16 +299,16 @@ class Ranks:
             GeminiError: Only some were dropped, or none after a step.
         """
         self.stored.clear()
-        kept = [record for record in self.trained() if record.has_grad]
-        if kept and (self.taken or len(kept) < len(self.trained())):
+        trained = self.trained()
+        kept = [record for record in trained if record.has_grad]
+        if kept and (self.taken or len(kept) < len(trained)):
             raise GeminiError(
                 f"the gradient of parameter {kept[0].name} was not dropped "
                 f"{'after the last step' if self.taken else 'together with others'}: on several ranks call "
                 "optimizer.zero_grad(), for all parameters, after each step"
             )
         if not kept:
-            if not self.taken:
-                self.session.arenas.gradients_zero()
+            self.session.arenas.gradients_zero()
             self.absent.clear()
             self.taken = False
 
@@ -364,5 +392,4 @@ class Ranks:
 
     def elements(self, arena: int, itemsize: int) -> int:
         """The elements of an arena, all of which an update takes."""
-        size = self.session.manager.arena_info(arena).size_bytes
-        return -(-size // itemsize // ALIGNMENT) * ALIGNMENT if size % itemsize else size // itemsize
+        return self.session.manager.arena_info(arena).size_bytes // itemsize

@@ -23,7 +23,7 @@ from .arenas import Arenas, chunk_bytes
 from .backward import Backward
 from .brackets import Brackets
 from .holds import Holds
-from .ranks import Ranks, SlicedPlace
+from .ranks import Ranks
 
 if typing.TYPE_CHECKING:
     from .activations import Activations
@@ -68,9 +68,9 @@ class Session:
         file_engine: str,
         static_param_fraction: float,
         static_optim_fraction: float,
-        process_group: typing.Any = None,
-        zero: int = 3,
-        deadline: float = 0.0,
+        process_group: typing.Any,
+        zero: int,
+        deadline: float,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
@@ -108,7 +108,6 @@ class Session:
         self.lib = self.manager.lib
         self.handle = self.manager.handle
         self.ranks: Ranks | None = None  # see ranks.py; None: there is one process
-        self.sliced_place = SlicedPlace
         if process_group is not None:
             try:
                 self.ranks = Ranks(self, process_group, zero, deadline)
@@ -188,6 +187,7 @@ class Session:
         self.holds.recover()
         with self._without_ranks():
             self.backward.leave_function()
+        with self._without_ranks():
             self.brackets.op_end()
         with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
             self.lib.update_wait(self.handle)

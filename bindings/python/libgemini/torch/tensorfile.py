@@ -163,6 +163,7 @@ def _store(fd, value, offset, size, first):
     if not size or not (first or sliced):
         return
     if sliced and not value.contiguous:  # all ranks read it
+        value.ranks.meet()  # some have taken longer to write what came before
         values = value.read().contiguous()
         if first:
             _write(fd, _bytes_of(values), offset)

@@ -1,0 +1,366 @@
+/* Plans of managers with sharded arenas. Only public headers. SPDX-License-Identifier: Apache-2.0 */
+#include "../fork.h"
+#include "../process.h"
+#include "gemini/group.h"
+#include "world.h"
+
+#define DEVICE GEMINI_TIER_DEVICE
+#define HOST GEMINI_TIER_HOST
+enum { CHUNKS = 8, ELEMENTS = CHUNKS * WORLD_CHUNK / 4 };
+
+/* ---- a rank with parameters of eight chunks, and what follows them */
+typedef struct {
+  world_t w;
+  gemini_group_t group;
+  gemini_arena_t params;
+  gemini_tensor_t param;
+  uint32_t rank, ranks;
+} rank_t;
+
+typedef struct {
+  uint32_t ranks, stage;
+  uint64_t device_chunks;
+} shape_t;
+
+static rank_t rank_open(const shape_t *shape, uint32_t rank, const gemini_group_id_t *id) {
+  rank_t k = { .rank = rank, .ranks = shape->ranks };
+  k.w = world_open(world_config(shape->device_chunks, 4 * CHUNKS, 0));
+  gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  group.id = id;
+  group.rank = rank;
+  group.ranks = shape->ranks;
+  group.deadline_ns = UINT64_C(60000000000);
+  CHECK_OK(gemini_group_open(k.w.mgr, &group, &k.group));
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.element_bytes = 4;
+  c.group = k.group;
+  c.zero_stage = shape->stage;
+  CHECK_OK(gemini_arena_create(k.w.mgr, &c, &k.params));
+  k.param = world_tensor(&k.w, k.params, "parameters", ELEMENTS * 4);
+  gemini_access_t all = world_whole(k.param, GEMINI_WRITE, HOST);
+  uint64_t offset, size;
+  for (uint64_t next = 0;; next = offset + size) {
+    CHECK_OK(gemini_slice_next(k.w.mgr, &all, next, &offset, &size));
+    if (!size) return k;
+    world_fill(&k.w, k.param, offset, size, HOST, 7);
+  }
+}
+
+/* Runs fn on all ranks, each a process. */
+static void run(const shape_t *shape, void (*fn)(rank_t *k)) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape->ranks, &id));
+  pid_t pids[8];
+  for (uint32_t r = 1; r <= shape->ranks; r++) {
+    const bool child = r < shape->ranks;
+    if (child) pids[r] = fork_child();
+    if (child && pids[r]) continue;
+    rank_t k = rank_open(shape, child ? r : 0, &id);
+    fn(&k);
+    world_close(&k.w);
+    if (child) exit(0);
+  }
+  for (uint32_t r = 1; r < shape->ranks; r++) fork_expect_end(pids[r]);
+}
+
+static uint64_t gathered(const rank_t *k) {
+  gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &s));
+  return s.gathered_chunks;
+}
+
+/* An operator that allocates so many chunks, frees them, and reads the first chunks of the parameters before or after
+ * that. */
+typedef enum { BEFORE, INSIDE, AFTER } when_t;
+static void op(rank_t *k, const char *name, uint64_t memory, uint64_t chunks, when_t reads) {
+  gemini_access_t use = world_part(k->param, 0, chunks * WORLD_CHUNK, GEMINI_READ, DEVICE);
+  void *ptr = NULL;
+  CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+  for (when_t when = BEFORE; when <= AFTER; when++) {
+    if (memory && when == INSIDE) CHECK_OK(gemini_alloc(k->w.mgr, memory * WORLD_CHUNK, k->w.stream, &ptr));
+    if (chunks && when == reads) {
+      CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+      CHECK(world_reads(use.ptr, 0, chunks * WORLD_CHUNK, 7));
+      CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    }
+    if (memory && when == INSIDE) CHECK_OK(gemini_free(k->w.mgr, ptr, k->w.stream));
+  }
+  CHECK_OK(gemini_op_end(k->w.mgr));
+}
+
+/* ---- budgets that are enough without a plan are enough with one */
+enum { ITERATIONS = 6 };
+static void iterate(rank_t *k, void (*ops)(rank_t *k)) {
+  for (int i = 0; i < ITERATIONS; i++) {
+    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    ops(k);
+    CHECK_OK(gemini_iteration_end(k->w.mgr));
+  }
+  CHECK(world_stats(&k->w).planned_iterations >= ITERATIONS - 2);
+  CHECK_EQ(world_stats(&k->w).departures, 0);
+}
+
+/* 8 chunks of memory and 1 of parameters, then 8 of parameters. */
+static void two_peaks(rank_t *k) {
+  op(k, "much memory", 8, 1, INSIDE);
+  op(k, "many parameters", 0, CHUNKS, INSIDE);
+  op(k, "memory alone", 5, 0, INSIDE);
+}
+static void trains_two_peaks(rank_t *k) {
+  iterate(k, two_peaks);
+  CHECK_EQ(gathered(k), CHUNKS * ITERATIONS + 1); /* the first iteration gathers a chunk twice */
+}
+static void trains_two_peaks_on_demand(rank_t *k) {
+  iterate(k, two_peaks);
+  CHECK_EQ(gathered(k), (CHUNKS + 1) * ITERATIONS);
+}
+static void test_peaks_at_different_times_do_not_add_up(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 14 }, trains_two_peaks);
+  /* Not enough for what is gathered to stay beside the memory of the last operator. */
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 10 }, trains_two_peaks_on_demand);
+}
+
+/* The same within an operator: its chunks cannot be gathered before it. */
+static void two_peaks_in_one(rank_t *k) {
+  op(k, "begins", 0, 2, INSIDE);
+  op(k, "both", 8, CHUNKS, AFTER);
+  op(k, "ends", 8, 0, INSIDE);
+}
+static void trains_two_peaks_in_one(rank_t *k) {
+  iterate(k, two_peaks_in_one);
+  CHECK_EQ(gathered(k), (2 + CHUNKS) * ITERATIONS);
+}
+static void test_peaks_at_different_times_of_an_operator_do_not_add_up(void) {
+  for (uint64_t chunks = CHUNKS; chunks <= CHUNKS + 2; chunks++)
+    run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = chunks }, trains_two_peaks_in_one);
+}
+
+/* ZeRO 1 and 2 keep what they have gathered: the memory comes before. */
+static void grows(rank_t *k) {
+  op(k, "much memory", 8, 1, INSIDE);
+  op(k, "some memory", 4, 4, INSIDE);
+  op(k, "many parameters", 0, CHUNKS, INSIDE);
+}
+static void trains_and_grows(rank_t *k) {
+  iterate(k, grows);
+  CHECK_EQ(gathered(k), CHUNKS * ITERATIONS);
+}
+static void test_what_stays_is_not_gathered_before_its_room_is_free(void) {
+  for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_GRADIENTS; stage++)
+    run(&(shape_t){ .ranks = 3, .stage = stage, .device_chunks = 9 }, trains_and_grows);
+}
+
+/* A rank alone has more memory in use: all ranks gather as it must. */
+static void uneven_peaks(rank_t *k) {
+  op(k, "uneven memory", k->rank == 1 ? 8 : 1, 1, INSIDE);
+  op(k, "many parameters", 0, CHUNKS, INSIDE);
+}
+static void trains_uneven_peaks(rank_t *k) { iterate(k, uneven_peaks); }
+static void test_ranks_agree_on_the_frames_of_each_operator(void) {
+  run(&(shape_t){ .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 9 }, trains_uneven_peaks);
+}
+
+/* ---- ZERO_AUTO */
+/* Each chunk is used on the way there and on the way back. */
+static void there_and_back(rank_t *k) {
+  for (uint32_t i = 0; i < 2 * CHUNKS; i++) {
+    char name[16];
+    const uint64_t chunk = i < CHUNKS ? i : 2 * CHUNKS - 1 - i;
+    gemini_access_t use = world_part(k->param, chunk * WORLD_CHUNK, WORLD_CHUNK, GEMINI_READ, DEVICE);
+    snprintf(name, sizeof name, "op %u", i);
+    CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+    CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK(world_reads(use.ptr, chunk * WORLD_CHUNK, WORLD_CHUNK, 7));
+    CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_op_end(k->w.mgr));
+  }
+}
+/* With 9 frames, one for the operator: half of the other 8 keep 5 chunks. */
+static void trains_there_and_back(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * (CHUNKS + 3));
+}
+static void trains_on_stage_1(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), ITERATIONS * CHUNKS);
+}
+static void trains_with_choice(rank_t *k) {
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * CHUNKS);
+}
+static void trains_with_choice_of_one(rank_t *k) {
+  void *ptr;
+  if (k->rank == 1) CHECK_OK(gemini_alloc(k->w.mgr, 6 * WORLD_CHUNK, k->w.stream, &ptr));
+  iterate(k, there_and_back);
+  CHECK_EQ(gathered(k), 2 * CHUNKS + (ITERATIONS - 1) * (CHUNKS + CHUNKS - 3)); /* 3 frames on all ranks */
+  if (k->rank == 1) CHECK_OK(gemini_free(k->w.mgr, ptr, k->w.stream));
+}
+/* Nothing else wants the frames, so keeping all is the shortest step: the traffic of ZeRO 1 in the storage of ZeRO 3. */
+static void test_auto_gathers_as_seldom_as_the_best_stage(void) {
+  for (uint32_t ranks = 2; ranks <= 4; ranks++) {
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_STATES, .device_chunks = 9 }, trains_on_stage_1);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 9 }, trains_there_and_back);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_AUTO, .device_chunks = 9 }, trains_with_choice);
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_AUTO, .device_chunks = 9 }, trains_with_choice_of_one);
+  }
+}
+
+/* ---- a training step: what the plan says of bytes is what the group moves */
+typedef struct {
+  rank_t *k;
+  gemini_arena_t grads, masters;
+} trainer_t;
+static void halve(void *user, const gemini_update_span_t *span) {
+  float *param = span->ptr[0], *grad = span->ptr[1], *master = span->ptr[2];
+  (void)user;
+  for (uint64_t i = 0; i < span->element_count; i++) param[i] = master[i] = master[i] - grad[i] / 2;
+}
+static void touch(void *user) { (void)user; }
+static void halve_anywhere(void *user, const gemini_update_span_t *span) {
+  if (span->tier == DEVICE) CHECK_OK(gemini_stream_synchronize(((trainer_t *)user)->k->w.mgr, span->stream));
+  halve(user, span);
+}
+
+static trainer_t trainer_open(rank_t *k) {
+  trainer_t t = { .k = k };
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.kind = GEMINI_KIND_GRAD;
+  c.element_bytes = 4;
+  c.reuse = k->params;
+  c.dtype = GEMINI_DTYPE_F32;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &t.grads));
+  c.kind = GEMINI_KIND_MASTER;
+  c.reuse = NULL;
+  c.dtype = 0;
+  c.like = k->params;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &t.masters));
+  return t;
+}
+
+/* An operator for each layer of so many bytes, forward and back, where it writes the gradient and makes it ready. */
+static void layer_op(trainer_t *t, gemini_tensor_t param, uint64_t bytes, uint32_t layer, bool back) {
+  char name[32];
+  gemini_tensor_t grad;
+  gemini_manager_t mgr = t->k->w.mgr;
+  snprintf(name, sizeof name, "%s %u", back ? "backward" : "forward", layer);
+  CHECK_OK(gemini_tensor_counterpart(mgr, param, t->grads, &grad));
+  CHECK_OK(gemini_op_begin(mgr, name, t->k->w.stream));
+  gemini_access_t use = world_whole(param, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_acquire(mgr, &use, 1, t->k->w.stream));
+  CHECK_OK(gemini_stream_call(mgr, t->k->w.stream, touch, NULL));
+  CHECK_OK(gemini_release(mgr, &use, 1, t->k->w.stream));
+  if (back) {
+    use = world_whole(grad, GEMINI_WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(mgr, &use, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < bytes / 4; i++) ((float *)use.ptr)[i] = 1;
+    CHECK_OK(gemini_release(mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_tensor_state_set(mgr, grad, GEMINI_STATE_READY_FOR_REDUCE));
+  }
+  CHECK_OK(gemini_op_end(mgr));
+}
+
+static void update(trainer_t *t, gemini_update_fn fn) {
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = (const gemini_arena_t[]){ t->k->params, t->grads, t->masters };
+  u.modes = (const uint32_t[]){ GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE };
+  u.arena_count = 3;
+  u.stream = t->k->w.stream;
+  u.fn = fn;
+  u.user = t;
+  CHECK_OK(gemini_update(t->k->w.mgr, &u));
+}
+
+/* Every iteration from the third one on follows a plan to its end. Its traffic is the plan's, to the byte. */
+static void trains_by_plan(rank_t *k) {
+  gemini_manager_t mgr = k->w.mgr;
+  gemini_tensor_t layers[CHUNKS];
+  CHECK_OK(gemini_tensor_unregister(mgr, k->param));
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    layers[i] = world_tensor(&k->w, k->params, name, 2 * WORLD_CHUNK);
+  }
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) world_fill(&k->w, layers[i], 0, 2 * WORLD_CHUNK, DEVICE, 1);
+  gemini_group_stats_t before = GEMINI_GROUP_STATS_INIT, after = GEMINI_GROUP_STATS_INIT,
+                       plan = GEMINI_GROUP_STATS_INIT;
+  uint64_t gathered_by_plan = 0;
+  for (uint32_t n = 0; n < 8; n++) {
+    const uint64_t planned = world_stats(&k->w).planned_iterations;
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_OK(gemini_group_stats(mgr, k->group, &plan));
+    CHECK_OK(gemini_group_stats(mgr, k->group, &before));
+    for (uint32_t i = 0; i < CHUNKS; i++) layer_op(&t, layers[i], 2 * WORLD_CHUNK, i, false);
+    for (uint32_t i = CHUNKS; i-- > 0;) layer_op(&t, layers[i], 2 * WORLD_CHUNK, i, true);
+    update(&t, halve_anywhere);
+    CHECK_OK(gemini_group_stats(mgr, k->group, &after));
+    CHECK_OK(gemini_iteration_end(mgr));
+    if (world_stats(&k->w).planned_iterations == planned) continue;
+    CHECK_EQ(after.gathered_bytes - before.gathered_bytes, plan.planned_gathered_bytes);
+    CHECK_EQ(after.reduced_bytes - before.reduced_bytes, plan.planned_reduced_bytes);
+    CHECK_EQ(after.fetched_bytes - before.fetched_bytes, plan.planned_fetched_bytes);
+    gathered_by_plan += after.gathered_chunks - before.gathered_chunks;
+  }
+  CHECK(world_stats(&k->w).planned_iterations >= 5);
+  CHECK(gathered_by_plan >= 5 * 2 * CHUNKS);
+  CHECK(plan.planned_gathered_bytes && plan.planned_reduced_bytes);
+  char text[4096];
+  uint64_t length;
+  CHECK_OK(gemini_plan_explain(mgr, sizeof text, text, &length));
+  CHECK_SAYS(text, "group 0: ");
+  CHECK_SAYS(text, "busy: gathers ");
+}
+/* Updates that are far slower on the host than on the device are worth frames for states: then not all frames that are
+ * free hold what is gathered. */
+static void slow_on_host(void *user, const gemini_update_span_t *span) {
+  if (span->tier == HOST) nanosleep(&(struct timespec){ 0, 30000000 }, NULL);
+  else halve_anywhere(user, span);
+}
+static void trains_with_slow_host(rank_t *k) {
+  gemini_manager_t mgr = k->w.mgr;
+  gemini_tensor_t layers[CHUNKS];
+  CHECK_OK(gemini_tensor_unregister(mgr, k->param));
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    CHECK_OK(gemini_tensor_register(mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
+  }
+  for (uint32_t n = 0; n < 6; n++) {
+    CHECK_OK(gemini_iteration_begin(mgr));
+    for (uint32_t i = 0; i < CHUNKS; i++) layer_op(&t, layers[i], WORLD_CHUNK, i, false);
+    for (uint32_t i = CHUNKS; i-- > 0;) layer_op(&t, layers[i], WORLD_CHUNK, i, true);
+    update(&t, slow_on_host);
+    CHECK_OK(gemini_iteration_end(mgr));
+  }
+  gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+  char text[4096];
+  uint64_t length;
+  CHECK_OK(gemini_group_stats(mgr, k->group, &s));
+  CHECK_OK(gemini_plan_explain(mgr, sizeof text, text, &length));
+  CHECK(!strstr(text, "updates: 0 pieces on the device"));
+  CHECK(s.planned_gathered_bytes > s.planned_reduced_bytes); /* some chunks are gathered twice */
+}
+static void test_auto_leaves_frames_to_states_that_are_worth_more(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_AUTO, .device_chunks = 11 }, trains_with_slow_host);
+}
+
+static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
+  for (uint32_t ranks = 2; ranks <= 4; ranks++)
+    for (uint32_t stage = GEMINI_ZERO_AUTO; stage <= GEMINI_ZERO_PARAMS; stage++)
+      for (uint64_t chunks = 20; chunks <= 80; chunks += 20)
+        if (chunks > 20 || stage == GEMINI_ZERO_PARAMS || stage == GEMINI_ZERO_AUTO)
+          run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
+}
+
+int main(void) {
+  process_begin();
+  RUN(test_peaks_at_different_times_do_not_add_up);
+  RUN(test_peaks_at_different_times_of_an_operator_do_not_add_up);
+  RUN(test_what_stays_is_not_gathered_before_its_room_is_free);
+  RUN(test_ranks_agree_on_the_frames_of_each_operator);
+  RUN(test_auto_gathers_as_seldom_as_the_best_stage);
+  RUN(test_auto_leaves_frames_to_states_that_are_worth_more);
+  RUN(test_bytes_by_plan_are_those_that_a_group_moves);
+  return check_done();
+}
