@@ -255,7 +255,8 @@ enum {
                                       access that faults was to, and whether its chunk is acquired. Then the handler
                                       that was there before gets the signal, or the default action is taken. With
                                       STRICT every access to a chunk that has left the device faults; one to a chunk
-                                      that is still there faults never. A CUDA device: GEMINI_ERR_UNSUPPORTED */
+                                      that is still there faults never. It knows 4,096 arenas of a process. A CUDA
+                                      device: GEMINI_ERR_UNSUPPORTED */
 };
 
 /** Receives one log message. It is called from any thread, never while the library holds a lock, and must not call the

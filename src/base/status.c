@@ -152,7 +152,8 @@ const char *gemini_error_text(void) {
   if (!last.status) return "no call has failed";
   char code[48] = "";
   if (last.native_code) snprintf(code, sizeof code, " (native code %lld)", (long long)last.native_code);
-  snprintf(text, sizeof text, "%s: %s: %s%s", last.operation, gemini_status_string(last.status), last.message, code);
+  snprintf(text, sizeof text, "%s%s%s: %s%s", last.operation, *last.operation ? ": " : "",
+           gemini_status_string(last.status), last.message, code);
   return text;
 }
 

@@ -21,6 +21,7 @@ typedef struct {
   bool wait;                /* a gradient is never READY_FOR_REDUCE: the update adds it */
   uint32_t micro_batches;   /* of a step, whose gradients have bytes of their own; 0: they reuse those of parameters */
   uint32_t device, ordinal; /* GEMINI_DEVICE_* */
+  uint32_t placement;       /* GEMINI_PLACEMENT_*, where a test depends on it */
   /* Copies to or from device memory behind the work of the native stream, and blocks; for GPUs, whose memory functions
    * of the host cannot access. NULL: they can. */
   void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
@@ -375,6 +376,7 @@ static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gro
       world_config(shape->device_chunks * scale, shape->host_chunks * scale, shape->file_chunks * scale);
   c.chunk_bytes = chunk_of(shape);
   c.device = shape->device;
+  if (shape->placement) c.placement = shape->placement;
   c.device_ordinal = shape->ordinal;
   k->w = world_open(c);
   group.rank = rank;

@@ -360,6 +360,9 @@ static void test_one_call_tells_the_last_error(void) {
   snprintf(info.message, sizeof info.message, "the disk is full");
   CHECK_OK(gemini_error_set(&info));
   CHECK(!strcmp(gemini_error_text(), "another_call: input/output error: the disk is full (native code 28)"));
+  info.operation[0] = 0, info.native_code = 0;
+  CHECK_OK(gemini_error_set(&info));
+  CHECK(!strcmp(gemini_error_text(), "input/output error: the disk is full"));
   world_close(&w);
 }
 

@@ -240,6 +240,63 @@ static void test_walk_over_arenas_on_the_gpu_equals_the_host(void) {
   walk_over_arenas(GEMINI_DEVICE_CUDA, true);
 }
 
+/* One rule for whole arenas in one call, which is late and borrows nothing: the first chunk stays on the GPU, and the
+ * others are updated where they are. The weights are then read on the device, by their address. */
+static void whole_arenas(uint32_t device, bool sgd) {
+  static float grad[ELEMENTS], states[3][ELEMENTS]; /* master, momentum, variance */
+  const uint32_t count = sgd ? 3 : 4;               /* arenas: gradient, master, momentum, variance */
+  gemini_config_t config = world_config(0, 0, 0);
+  config.device = device;
+  config.chunk_bytes = CHUNK;
+  config.device_bytes = UINT64_C(20) * CHUNK;
+  config.host_bytes = UINT64_C(40) * CHUNK;
+  world_t w = world_open(config);
+  gemini_arena_t arenas[4];
+  for (uint32_t i = 0; i < count; i++) arenas[i] = world_arena(&w, GEMINI_KIND_GRAD + i, 4, NULL, i ? arenas[0] : 0, 0);
+  void *first;
+  CHECK_OK(gemini_arena_take_pointer(w.mgr, arenas[0], sizeof grad, &first));
+  uint64_t random = 1;
+  for (uint64_t i = 0; i < ELEMENTS; i++) grad[i] = (float)(check_random(&random) % 1000) - 500;
+  memset(states, 0, sizeof states);
+  gemini_access_t a = gemini_address_access(first, sizeof grad, GEMINI_WRITE, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  memcpy(a.ptr, grad, sizeof grad);
+  CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  for (uint32_t i = 0; i < count; i++) {
+    a = world_part(arenas[i], 0, CHUNK, 0, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_pin(w.mgr, &a));
+  }
+  for (uint64_t step = 1; step <= 3; step++) {
+    gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
+    gemini_sgd_t rule = GEMINI_SGD_INIT;
+    adamw.step = rule.step = step;
+    adamw.grad_dtype = rule.grad_dtype = GEMINI_DTYPE_F32;
+    rule.momentum = 0.9;
+    gemini_update_arenas_t of = GEMINI_UPDATE_ARENAS_INIT;
+    of.flags = GEMINI_UPDATE_LATE;
+    of.grad = arenas[0], of.master = arenas[1], of.momentum = arenas[2], of.variance = sgd ? NULL : arenas[3];
+    of.stream = w.stream;
+    CHECK_OK(sgd ? gemini_sgd_arenas(w.mgr, &rule, &of) : gemini_adamw_arenas(w.mgr, &adamw, &of));
+    CHECK_OK(sgd ? gemini_sgd_host(&rule, ELEMENTS, NULL, grad, states[0], states[1], NULL)
+                 : gemini_adamw_host(&adamw, ELEMENTS, NULL, grad, states[0], states[1], states[2], NULL));
+    memset(&adamw, 0xa5, sizeof adamw), memset(&rule, 0xa5, sizeof rule);
+  }
+  CHECK_OK(gemini_update_wait(w.mgr));
+  for (uint32_t i = 1; i < count; i++) {
+    a = world_part(arenas[i], 0, CHUNK, 0, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_unpin(w.mgr, &a));
+    a = world_part(arenas[i], 0, sizeof grad, GEMINI_READ, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(!memcmp(a.ptr, states[i - 1], sizeof grad));
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  world_close(&w);
+}
+static void test_whole_arenas_on_the_gpu_equal_the_host(void) {
+  whole_arenas(GEMINI_DEVICE_CUDA, false);
+  whole_arenas(GEMINI_DEVICE_CUDA, true);
+}
+
 static void test_update_on_the_gpu_needs_no_context_and_no_sum(void) {
   cu_context_t had, now;
   state_t host = state_open(4096), gpu = state_open(4096);
@@ -287,6 +344,7 @@ int main(void) {
   RUN(test_sgd_on_the_gpu_equals_the_host);
   RUN(test_update_on_the_gpu_needs_no_context_and_no_sum);
   RUN(test_walk_over_arenas_on_the_gpu_equals_the_host);
+  RUN(test_whole_arenas_on_the_gpu_equal_the_host);
   CHECK_EQ(driver->stream_destroy(stream), CU_SUCCESS);
   CHECK_EQ(driver->primary_release(device), CU_SUCCESS);
   return check_done();

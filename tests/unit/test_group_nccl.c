@@ -317,7 +317,9 @@ static void stops_in_backward(rank_thread_t *t) {
 }
 static void test_a_rank_that_stops_is_noticed_at_the_deadline(void) {
   fakes_begin();
-  run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), 0, SHORT_NS, stops_in_backward);
+  shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+  shape.placement = GEMINI_PLACEMENT_CPU; /* masters stay on the host, where check_masters() reads them */
+  run_over_nccl(shape, 0, SHORT_NS, stops_in_backward);
   fakes_end();
 }
 
@@ -393,7 +395,9 @@ static void test_a_function_that_queues_and_fails(void) {
   fakes_begin();
   ids_make();
   const gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
-  run(shape_of(2, GEMINI_ZERO_PARAMS, 4), group, function_fails);
+  shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+  shape.placement = GEMINI_PLACEMENT_CPU; /* as above */
+  run(shape, group, function_fails);
   fakes_end();
 }
 

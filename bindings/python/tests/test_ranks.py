@@ -63,7 +63,7 @@ OPTIMIZERS = {  # by name: options, and of the training
     "RMSprop": ({"lr": 1e-3, "momentum": 0.9, "centered": True}, {"zero": 3}),
     "Adamax": ({"lr": 3e-3}, {"zero": 1}),
     "NAdam": ({"lr": 3e-3}, {"zero": 2}),
-    "RAdam": ({"lr": 3e-3}, {"zero": 3}),
+    "RAdam": ({"lr": 3e-3}, {"zero": "auto"}),
     "Adadelta": ({"lr": 0.5}, {"zero": 1}),
     "ASGD": ({"lr": 0.05}, {"zero": 2}),
     "Rprop": ({"lr": 1e-3}, {"zero": 3}),
@@ -106,6 +106,7 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "zero 1": ("training", {**CLIPPED, "zero": 1}),
     "zero 2": ("training", {**CLIPPED, "zero": 2}),
     "zero 3": ("training", {**CLIPPED, "zero": 3}),
+    "zero auto": ("training", {**CLIPPED, "zero": "auto"}),
     "llama": ("training", {"model": "llama", "clip": 0.5}),
     "t5": ("training", {"model": "t5", "clip": 0.01}),
     "mixtral": ("training", {"model": "mixtral", "clip": 0.5}),
@@ -365,7 +366,7 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
 
 def test_what_is_refused(outcomes):
     wanted = {
-        "zero": "zero is 4: want 1, 2 or 3",
+        "zero": 'zero is 4: want 1, 2, 3 or "auto"',
         "adafactor": "Adafactor is not supported on several ranks",
         "another class": "Mine is not supported on several ranks",
         "early": "step_in_backward is not supported",

@@ -24,7 +24,7 @@ import warnings as _warnings
 
 import torch as _torch
 
-from ..abi import GeminiError
+from ..abi import ZERO_AUTO as _ZERO_AUTO, GeminiError
 from ..manager import parse_bytes as _parse_bytes
 
 # First, as it looks at torch's version.
@@ -138,7 +138,7 @@ def init(
     static_param_fraction: float = 0.0,
     static_optim_fraction: float = 0.0,
     process_group: _typing.Any = None,
-    zero: int = 3,
+    zero: int | str = 3,
     deadline: float = 0.0,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
@@ -182,7 +182,8 @@ def init(
         process_group: A process group of torch.distributed whose processes train one model together, each with a device
             of its own; the budgets are those of one process. None: the default group, which is made if the script runs
             under torchrun and has made none. All these processes have to call init().
-        zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too.
+        zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too;
+            "auto": as 3, and the plan chooses how many parameters stay whole on the device between their uses.
         deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10.
 
     Returns:
@@ -198,8 +199,8 @@ def init(
         raise GeminiError("there is a session already: close() it first")
     cuda = _torch.cuda.is_available() if device is None else _torch.device(device).type == "cuda"
     _check_torch(cuda)
-    if zero not in (1, 2, 3):
-        raise GeminiError(f"zero is {zero}: want 1, 2 or 3", "INVALID")
+    if zero not in (1, 2, 3, "auto"):
+        raise GeminiError(f'zero is {zero!r}: want 1, 2, 3 or "auto"', "INVALID")
     process_group = _ranks.find(process_group)
     if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
         host_memory = _ranks.host_share(process_group)
@@ -224,7 +225,7 @@ def init(
         static_param_fraction=static_param_fraction,
         static_optim_fraction=static_optim_fraction,
         process_group=process_group,
-        zero=zero,
+        zero=_ZERO_AUTO if isinstance(zero, str) else zero,
         deadline=deadline,
     )
     try:

@@ -162,7 +162,7 @@ class Ranks:
         rank: This process's number.
         count: How many ranks there are.
         group: The library's handle of the group.
-        stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too.
+        stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too, abi.ZERO_AUTO: as 3.
         storing: Whether a gradient is being stored.
     """
 
@@ -173,7 +173,7 @@ class Ranks:
         Args:
             session: Whose manager is open.
             process_group: A process group of torch.distributed, whose ranks these are.
-            stage: 1, 2 or 3.
+            stage: 1, 2, 3 or abi.ZERO_AUTO.
             deadline: Seconds to wait for a rank that makes no progress. 0: 10.
         """
         self.session = session
