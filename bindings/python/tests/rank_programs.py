@@ -16,6 +16,7 @@ import time
 import torch
 import torch.distributed
 import torch.distributed.device_mesh
+import torch.distributed.tensor.parallel
 from torch import nn
 
 import libgemini.torch as gm
@@ -206,9 +207,13 @@ def training(
     branches=None,
     unit=None,
     optimizer=None,
+    adapters=None,
     **more,
 ):
-    """Trains a model; returns losses, norms, statistics, and the state in the end."""
+    """Trains a model; returns losses, norms, statistics, and the state in the end.
+
+    adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
+    """
     rank, count = rank_and_count()
     inputs = {} if branches is None else {"branches": branches[rank]}
     with session(zero, memory) as opened:
@@ -224,8 +229,10 @@ def training(
         out = steps(called, optimizer, model, **share(count, rank), dtype=dtype, **inputs, **more)
         if opened.ranks:
             out["stats"] = opened.manager.group_stats(opened.ranks.group)
+        if adapters:
+            made.save_pretrained(os.path.join(adapters, str(rank)))
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
-        return {**out, "state": state(made, optimizer)}
+        return {**out, "state": state(made, optimizer), "adapters": adapters}
 
 
 def columns(*, model, lengths):
@@ -234,7 +241,17 @@ def columns(*, model, lengths):
     return training(model=model, columns=lengths[rank])
 
 
-def tensor_parallel(*, parts, count):
+def clip_over_parts(model, group, most):
+    """Clips by the norm over all parts of a tensor-parallel model, and returns it."""
+    own = [param.grad for name, param in model.named_parameters() if "last" not in name]
+    squares = nn.utils.get_total_norm(own).square()
+    torch.distributed.all_reduce(squares, group=group)
+    norm = (squares + nn.utils.get_total_norm([param.grad for param in model.last.parameters()]).square()).sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
+    return float(norm)
+
+
+def tensor_parallel(*, parts, clip, count=4):
     """Trains a model of which each of `parts` processes has a part, and divides each part among the others by ZeRO 2.
 
     The batch is divided among those that have the same part.
@@ -247,10 +264,17 @@ def tensor_parallel(*, parts, count):
         )
         data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
         with session(zero=2, process_group=data):
-            made = Parallel(tensor, rank % parts, parts)
+            try:
+                parallel = torch.distributed.tensor.parallel
+                plan = {"0": parallel.ColwiseParallel()}
+                gm.prepare(parallel.parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tensor"], plan))
+            except gm.GeminiError as error:
+                text = str(error)
+            made, norms = Parallel(tensor, rank % parts, parts), []
             made, optimizer = gm.prepare(made, adamw(made))
+            optimizer.register_step_pre_hook(lambda *_: norms.append(clip_over_parts(made, tensor, clip)))
             out = steps(made, optimizer, "parallel", **share(processes // parts, rank // parts), count=count)
-            return {**out, "state": state(made, optimizer)}
+            return {**out, "norms": norms, "state": state(made, optimizer), "refused": text}
     finally:
         torch.distributed.destroy_process_group()
 
@@ -283,6 +307,21 @@ def full_disk(*, folder):
         made.load_state_dict({name: value for name, value in newer.items() if name in made.state_dict()})
         gm.save(folder, made, optimizer)
         return {"error": error, "left": left, "saved": saved, "older": older, "again": sorted(os.listdir(folder))}
+
+
+def skips(*, what):
+    """Rank 1 leaves out a call that the other one makes. Then both make the same ones."""
+    rank, count = rank_and_count()
+    with session(deadline=4.0):
+        made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build("branches")))
+        steps(made, optimizer, "branches", **share(count, rank), count=2)
+        loss = made(**rows("branches", 2, **share(count, rank)))["loss"]
+        if rank == 0 or what != "backward":
+            loss.backward()
+        if rank == 0 or what != "step":
+            optimizer.step()
+        optimizer.zero_grad()
+        steps(made, optimizer, "branches", **share(count, rank), count=1)
 
 
 def several(*, cases):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rank_programs
-from conftest import far_apart
+from conftest import far_apart, tiny
 from test_trainers import source_of, without
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -117,6 +117,7 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "built in": ("built_in", {"model": "gpt2"}),
     "lora": ("training", {"model": "lora", "frozen": ["base_layer", "wte", "wpe", "ln_", "mlp", "c_proj"]}),
 }
+SKIPPED = ("backward", "step")
 LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
 OTHERS = {
     "bf16, NAdam": ("training", {"model": "branches", "dtype": "bfloat16", "optimizer": NADAM}),
@@ -129,6 +130,7 @@ OTHERS = {
     "another model": ("another_model", {}),
     "refusals": ("refusals", {}),
     "left out": ("left_out", {}),
+    **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
 }
 
@@ -140,6 +142,7 @@ def outcomes(tmp_path_factory):
     for ranks, cases in (2, {**CASES, **OTHERS}), (4, {name: CASES[name] for name in LARGER}):
         folder = tmp_path_factory.mktemp("ranks")
         if "saving" in cases:
+            cases["lora"] = "training", {**CASES["lora"][1], "adapters": str(folder / "adapters")}
             cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
             cases["alone for long"] = "alone_for_long", {"folder": str(folder / "alone")}
             cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
@@ -161,6 +164,18 @@ def test_ranks_compute_what_one_process_computes(outcomes, ranks, name):
     if "clip" in arguments:
         assert min(wanted["norms"]) > arguments["clip"]
     check(good(outcomes[ranks, name]), wanted)
+
+
+def test_adapters_load_elsewhere(outcomes):
+    """PEFT loads, without libgemini, the adapters that each rank has saved, and they are all that was trained."""
+    peft, before = pytest.importorskip("peft"), rank_programs.build("lora").state_dict()
+    for rank, outcome in enumerate(good(outcomes[2, "lora"])):
+        folder = os.path.join(outcome["adapters"], str(rank))
+        loaded = peft.PeftModel.from_pretrained(tiny("gpt2"), folder).state_dict()
+        assert loaded.keys() == before.keys()
+        for name, value in loaded.items():
+            assert torch.equal(value, outcome["state"][name]), name
+            assert torch.equal(value, before[name]) == ("lora_" not in name), name
 
 
 def test_parameters_in_16_bits(outcomes):
@@ -310,10 +325,18 @@ def test_ranks_with_texts_of_other_lengths(outcomes):
 
 def test_tensor_parallel_parts_are_divided(tmp_path):
     """Tensor parallel 2 x ZeRO 2 on 4 processes, against one process that has the whole model."""
-    found = good(run(tmp_path, 4, "tensor_parallel", parts=2, count=4))
-    made = rank_programs.Parallel()
+    clip = 0.5
+    found = good(run(tmp_path, 4, "tensor_parallel", parts=2, clip=clip))
+    made, norms = rank_programs.Parallel(), []
     optimizer = rank_programs.adamw(made)
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), clip)))
+    )
     wanted = rank_programs.steps(made, optimizer, "parallel", begin=0, end=rank_programs.ROWS)
+    assert min(norms) > clip
+    for one in found:
+        assert one["norms"] == pytest.approx(norms, rel=1e-5)
+        assert "parameter 0.weight is a DTensor" in one["refused"] and "local tensor" in one["refused"]
     whole = rank_programs.state(made, optimizer)
     dims = {name: 0 if name.startswith("up") else 1 for name, _ in made.named_parameters() if "last" not in name}
     for number, (name, _) in enumerate(made.named_parameters()):
@@ -347,6 +370,12 @@ def test_another_model_on_one_rank(outcomes):
         assert outcome["type"] == "GeminiError"
         assert "rank 0 has parameter 1.weight of (10, 8)" in outcome["text"]
         assert "rank 1 has parameter 1.weight of (9, 8)" in outcome["text"]
+
+
+@pytest.mark.parametrize("what", SKIPPED)
+def test_a_rank_that_leaves_out_a_call_is_found_out(outcomes, what):
+    for rank, outcome in enumerate(outcomes[2, f"skips {what}"]):
+        assert outcome["type"] == "GeminiError" and f"rank {1 - rank}" in outcome["text"], outcome
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])

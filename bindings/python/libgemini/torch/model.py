@@ -571,6 +571,11 @@ def adopt(session, param, name):
     if param.is_meta:
         return None
     if not _is_plain(param):
+        if param.requires_grad and isinstance(getattr(param, "_local_tensor", None), torch.Tensor):
+            raise GeminiError(
+                f"parameter {name} is a {type(param).__name__}, which torch divides itself: want an nn.Parameter of "
+                "its local tensor (to_local()), and a module that does what its parallel style did"
+            )
         if param.requires_grad:
             raise GeminiError(
                 f"parameter {name} is a {type(param).__name__}, which would lose its class: want nn.Parameter itself"
