@@ -385,16 +385,16 @@ class Ranks:
 
     # ---- steps
     def check_options(self, groups: typing.Sequence[dict[str, typing.Any]]) -> None:
-        """Raises GeminiError unless the options of an optimizer, such as its learning rate, are the same on all
-        ranks.
+        """Raises GeminiError unless the numbers among the options of an optimizer, such as its learning rate, are the
+        same on all ranks.
         """
         self.check_layout(
             "options of the optimizer",
             [
-                f"{key}={value} in group {number}"
+                f"{key}={value.tolist() if isinstance(value, torch.Tensor) else value} in group {number}"
                 for number, group in enumerate(groups)
                 for key, value in group.items()
-                if key not in ("params", "param_names")
+                if isinstance(value, (bool, int, float, tuple, torch.Tensor))
             ],
         )
 
