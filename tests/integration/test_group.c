@@ -40,12 +40,19 @@ static void train(const shape_t *shape) {
 }
 
 /* 251,721 elements: 16 chunks of 64 KiB as float, 8 as bfloat16; states are twice the former. */
+/* ThreadSanitizer sees the threads of one process at a time, and little else in each further shape. */
+#ifdef __SANITIZE_THREAD__
+enum { ALL_SHAPES = false };
+#else
+enum { ALL_SHAPES = true };
+#endif
+
 static void test_training_has_the_bits_of_the_model(void) {
   process_t before = process_now();
   for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
     for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
       shape_t shape = { .ranks = ranks, .stage = stage, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64 };
-      train(&shape);
+      if (ALL_SHAPES) train(&shape);
       shape.element_bytes = 2;
       shape.unused = true;
       train(&shape);
@@ -78,7 +85,7 @@ static void test_gradients_of_micro_batches_are_added_in_their_order(void) {
       shape_t shape = { .ranks = ranks, .stage = stage, .device_chunks = 64, .host_chunks = 96 };
       shape.element_bytes = (ranks + stage) & 1 ? 2 : 4;
       shape.micro_batches = 1 + (ranks + stage) % 3;
-      train(&shape);
+      if (ALL_SHAPES) train(&shape);
       shape.element_bytes ^= 6;
       shape.micro_batches = 1 + (ranks + stage + 1) % 3;
       shape.unused = true;
