@@ -166,17 +166,16 @@ static void write_tier(FILE *file, const gemini_tier_stats_t *s) {
 }
 
 static void write_link(FILE *file, const gmi_link_t *link) {
-  static const char *const reasons[GEMINI_REASON_COUNT] = { "demand", "plan", "pressure", "caller", "update" };
   char name[40];
   snprintf(name, sizeof name, "%s to %s", tier_names[link->from_tier], tier_names[link->to_tier]);
   fprintf(file, "%s bw_bytes_per_s: %" PRIu64 "\n", name,
           atomic_load_explicit(&link->bw_bytes_per_s, memory_order_relaxed));
   uint64_t bytes = 0, chunks = 0;
-  for (int r = 0; r < GEMINI_REASON_COUNT; r++) {
+  for (uint32_t r = 0; r < GEMINI_REASON_COUNT; r++) {
     uint64_t moved = atomic_load_explicit(&link->moved_bytes[r], memory_order_relaxed);
     bytes += moved;
     chunks += atomic_load_explicit(&link->moved_chunks[r], memory_order_relaxed);
-    if (moved) fprintf(file, "%s %s moved_bytes: %" PRIu64 "\n", name, reasons[r], moved);
+    if (moved) fprintf(file, "%s %s moved_bytes: %" PRIu64 "\n", name, gmi_reason_name(r), moved);
   }
   fprintf(file, "%s moved_bytes: %" PRIu64 "\n%s moved_chunks: %" PRIu64 "\n", name, bytes, name, chunks);
 }

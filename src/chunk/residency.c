@@ -347,19 +347,8 @@ void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
 }
 
-/* Notes two marks for gmi_reap() to measure the link's rate; a copy that finds the table full is not measured. */
-static void time_copy(gmi_manager_t *m, gmi_link_t *link, gmi_fence_t begin, gmi_fence_t end) {
-  if (m->rate.timed_count == sizeof m->rate.timed / sizeof *m->rate.timed) return;
-  m->rate.timed[m->rate.timed_count].begin = begin;
-  m->rate.timed[m->rate.timed_count].end = end;
-  m->rate.timed[m->rate.timed_count].elements = 1; /* a chunk */
-  m->rate.timed[m->rate.timed_count].shortest = NULL;
-  m->rate.timed[m->rate.timed_count++].link = link;
-}
-void gmi_time_collective(gmi_manager_t *m, uint64_t *shortest, gmi_fence_t begin, gmi_fence_t end) {
-  const uint32_t at = m->rate.timed_count;
-  time_copy(m, NULL, begin, end);
-  if (at < m->rate.timed_count) m->rate.timed[at].shortest = shortest;
+void gmi_time_work(gmi_manager_t *m, gmi_timed_t work) {
+  if (m->rate.timed_count < sizeof m->rate.timed / sizeof *m->rate.timed) m->rate.timed[m->rate.timed_count++] = work;
 }
 void gmi_forget_collectives(gmi_manager_t *m, const struct gmi_group *g) {
   uint32_t kept = 0;
@@ -404,7 +393,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
   }
   if (status)
     return gmi_fail_device(status, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes);
-  time_copy(m, link, begin, end);
+  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = end, .elements = 1, .link = link });
   gmi_link_moved(m, link, reason, 1);
   m->trace.observer->chunk_copied(m, c, link, reason, begin, end);
   slot->fence = end; /* covers the old fence: same stream, or the stream waited for it above */
@@ -414,8 +403,7 @@ static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
 }
 
 void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]) {
-  static const char *const reasons[] = { "demand", "plan", "pressure", "caller", "update" };
-  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_chunk_arena(m, c)->name, c->index, reasons[reason]);
+  snprintf(name_out, GMI_MOVE_NAME_BYTES, "%s %u (%s)", gmi_chunk_arena(m, c)->name, c->index, gmi_reason_name(reason));
 }
 
 /* queue_copy() inside an NVTX range, for Nsight Systems. fence_out is reached when the copy is done. */

@@ -54,9 +54,9 @@ void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_
 void gmi_arena_unmap(gmi_manager_t *m, const gmi_arena_t *store);
 void gmi_unmap_all(gmi_manager_t *m);
 void gmi_reap(gmi_manager_t *m); /* measures finished copies and device updates, for the rates of links and updates */
-/* Has gmi_reap() measure a collective between two marks: *shortest becomes the shortest time. Of a group that ends:
- * forgets those that have not been measured. */
-void gmi_time_collective(gmi_manager_t *m, uint64_t *shortest, gmi_fence_t begin, gmi_fence_t end);
+/* Has gmi_reap() measure queued work, unless its table is full. Of a group that ends: forgets the collectives that have
+ * not been measured. */
+void gmi_time_work(gmi_manager_t *m, gmi_timed_t work);
 void gmi_forget_collectives(gmi_manager_t *m, const struct gmi_group *g);
 uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes); /* how many of this size the budget allows */
 gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);

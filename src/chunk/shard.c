@@ -333,7 +333,8 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
   status = gmi_fence_now(m, g->gather_stream, arrive_out);
-  if (!status) gmi_time_collective(m, &g->gathers.shortest_ns, begin, *arrive_out);
+  if (!status)
+    gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = *arrive_out, .shortest = &g->gathers.shortest_ns });
   return status;
 }
 
@@ -673,7 +674,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
   if (status) return status;
-  gmi_time_collective(m, &g->sums.shortest_ns, begin, sums);
+  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
   g->reduced_chunks++;
   g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;

@@ -295,13 +295,7 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
     after_callback(m, gmi_fence_now(m, stream, &end), end);
     m->update.end = end;
     m->trace.observer->span_queued(m, "update", "update on the device", begin, end);
-    if (m->rate.timed_count < sizeof m->rate.timed / sizeof *m->rate.timed) {
-      m->rate.timed[m->rate.timed_count].begin = begin;
-      m->rate.timed[m->rate.timed_count].end = end;
-      m->rate.timed[m->rate.timed_count].link = NULL;
-      m->rate.timed[m->rate.timed_count].shortest = NULL;
-      m->rate.timed[m->rate.timed_count++].elements = p->end - p->begin;
-    }
+    gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = end, .elements = p->end - p->begin });
   }
   for (uint32_t i = 0; i < held; i++) gmi_chunk_unhold_device(p->chunks[i], p->modes[i]);
   return status;

@@ -282,6 +282,14 @@ typedef struct gmi_link {
   _Atomic uint64_t moved_bytes[GEMINI_REASON_COUNT];  /* Atomic */
   _Atomic uint64_t moved_chunks[GEMINI_REASON_COUNT]; /* Atomic */
 } gmi_link_t;
+
+/* Queued work whose time is read once its end has been reached: a copy, an update on the device, or a collective. */
+typedef struct gmi_timed {
+  gmi_fence_t begin, end;
+  uint64_t elements;  /* of a copy: 1, a chunk; of an update: of each array. Not of a collective */
+  gmi_link_t *link;   /* of a copy; else NULL */
+  uint64_t *shortest; /* of a collective: the shortest time so far, nanoseconds; 0: none. Else NULL */
+} gmi_timed_t;
 enum { GMI_LINKS = 4 };
 
 typedef struct gmi_heap gmi_heap_t;
@@ -436,12 +444,7 @@ typedef struct gmi_manager {
 
   struct {
     gmi_rate_t device_update; /* nanoseconds per element of updates on the device */
-    struct {
-      gmi_fence_t begin, end;
-      uint64_t elements;
-      gmi_link_t *link;   /* NULL: an update on the device, or a collective */
-      uint64_t *shortest; /* of a collective: the shortest time so far, nanoseconds; 0: none. Else NULL */
-    } timed[128];         /* queued work whose time is read once end has been reached */
+    gmi_timed_t timed[128];   /* read once end has been reached */
     uint32_t timed_count;
   } rate;
 

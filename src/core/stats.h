@@ -26,6 +26,12 @@ static inline void gmi_stat_set(_Atomic uint64_t *figure, uint64_t value) {
   atomic_store_explicit(figure, value, memory_order_relaxed);
 }
 
+/* Of a move, GEMINI_REASON_*. */
+static inline const char *gmi_reason_name(uint32_t reason) {
+  static const char *const names[GEMINI_REASON_COUNT] = { "demand", "plan", "pressure", "caller", "update" };
+  return names[reason];
+}
+
 struct gmi_manager;
 /* Any thread, with or without the lock. They never block on the manager's lock. */
 void gmi_stats_read(struct gmi_manager *m, gemini_stats_t *stats_out);

@@ -537,32 +537,23 @@ gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gem
   API_RETURN(status);
 }
 
-/* Releases what gemini_op_begin_with() acquired. A refusal (STATE) has released nothing; after any other error
- * everything is released all the same. */
-static gemini_status_t uses_release(gmi_manager_t *m, gemini_manager_t mgr) {
+/* Ends the op and releases what gemini_op_begin_with() acquired, for which the lock is let go. A refusal of the release
+ * (STATE) has changed nothing; after any other error everything is released, and the op has ended. */
+static gemini_status_t op_end_with(gmi_manager_t *m, gemini_manager_t mgr) {
   gmi_tracer_t *t = m->trace.tracer;
-  gmi_lock(m, "gemini_op_end");
-  uint64_t count = t->uses.count;
-  gmi_unlock(m);
-  gemini_status_t status = count ? gemini_release(mgr, t->uses.list, count, t->uses.stream) : GEMINI_OK;
-  if (status == GEMINI_ERR_STATE || status == GEMINI_ERR_HANDLE) return status;
-  gmi_lock(m, "gemini_op_end");
-  t->uses.count = 0;
-  gmi_unlock(m);
-  return status;
-}
-gemini_status_t gemini_op_end(gemini_manager_t mgr) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_failure_t released;
-  gmi_fail_keep(uses_release(m, mgr), &released);
-  if (released.status == GEMINI_ERR_STATE || released.status == GEMINI_ERR_HANDLE)
-    API_RETURN(gmi_fail_again(&released));
-  gmi_lock(m, __func__);
+  gmi_failure_t released = { 0 };
+  if (t->uses.count) {
+    const uint64_t count = t->uses.count;
+    gmi_unlock(m);
+    gmi_fail_keep(gemini_release(mgr, t->uses.list, count, t->uses.stream), &released);
+    gmi_lock(m, "gemini_op_end");
+    if (released.status == GEMINI_ERR_STATE || released.status == GEMINI_ERR_HANDLE) return gmi_fail_again(&released);
+    t->uses.count = 0;
+  }
   gemini_status_t status = op_end(m);
-  gmi_unlock(m);
-  API_RETURN(released.status ? gmi_fail_again(&released) : status);
+  return released.status ? gmi_fail_again(&released) : status;
 }
+gemini_status_t gemini_op_end(gemini_manager_t mgr) { API_LOCKED(op_end_with(m, mgr)); }
 
 /* ---- trace files and the plan in words */
 static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {

@@ -472,7 +472,10 @@ def stored_together(session, monkeypatch):
     return counts
 
 
-def test_gradients_of_a_unit_are_stored_together(monkeypatch):
+def with_units():
+    """What torch alone computes, and a model whose blocks are units in a session with room for all, with its
+    optimizer.
+    """
     torch.manual_seed(0)
     model = Net()
     expected = losses(model, sgd(model))
@@ -482,6 +485,11 @@ def test_gradients_of_a_unit_are_stored_together(monkeypatch):
     model, optimizer = gm.prepare(model, sgd(model))
     for block in model.blocks:
         gm.unit(block)
+    return expected, model, optimizer
+
+
+def test_gradients_of_a_unit_are_stored_together(monkeypatch):
+    expected, model, optimizer = with_units()
     counts = stored_together(gm.session(), monkeypatch)
     assert losses(model, optimizer) == expected
     gradients = len(list(model.blocks[0].parameters()))
@@ -490,15 +498,7 @@ def test_gradients_of_a_unit_are_stored_together(monkeypatch):
 
 
 def test_gradients_that_do_not_fit_together_are_stored_one_by_one(monkeypatch):
-    torch.manual_seed(0)
-    model = Net()
-    expected = losses(model, sgd(model))
-    torch.manual_seed(0)
-    model = Net()
-    start(model, share=4.0)
-    model, optimizer = gm.prepare(model, sgd(model))
-    for block in model.blocks:
-        gm.unit(block)
+    expected, model, optimizer = with_units()
     holds = gm.session().holds
     counts, acquire_use = stored_together(gm.session(), monkeypatch), holds.acquire_use
 

@@ -105,13 +105,10 @@ class SlicedPlace(Place):
         """As of a place, but only the elements that this rank keeps."""
         self.session.refuse_closed(self.name)
         itemsize = self.dtype.itemsize
-        end = self.elements if end is None else end
-        for first, last in self.slices(begin, end):
-            for at in range(first, last, PIECE_BYTES // itemsize):
-                count = min(PIECE_BYTES // itemsize, last - at)
-                access = super().access(mode, abi.TIER_HOST, at * itemsize, count * itemsize)
-                with self.session.holds.acquired(access, 1, abi.STREAM_CALLER):
-                    yield at, host_tensor(access.ptr, count, self.dtype)
+        for first, last in self.parts(begin, self.elements if end is None else end, PIECE_BYTES // itemsize):
+            access = super().access(mode, abi.TIER_HOST, first * itemsize, (last - first) * itemsize)
+            with self.session.holds.acquired(access, 1, abi.STREAM_CALLER):
+                yield first, host_tensor(access.ptr, last - first, self.dtype)
 
     def slices(self, begin: int, end: int) -> typing.Iterator[tuple[int, int]]:
         """The elements from begin to end that this rank keeps, as ranges of elements."""
@@ -119,6 +116,12 @@ class SlicedPlace(Place):
         where = session.manager.range(self.object, "read", begin * itemsize + self.base, (end - begin) * itemsize)
         for offset, size in session.manager.slices(where) if end > begin else ():
             yield (offset - self.base) // itemsize, (offset - self.base + size) // itemsize
+
+    def parts(self, begin: int, end: int, most: int) -> typing.Iterator[tuple[int, int]]:
+        """As slices(), in ranges of at most so many elements."""
+        for first, last in self.slices(begin, end):
+            for at in range(first, last, most):
+                yield at, min(at + most, last)
 
     def read_to(self, out: torch.Tensor, begin: int = 0) -> None:
         """As of a place. All ranks have to call it."""
@@ -281,15 +284,14 @@ class Ranks:
     def renew_master(self, place: Place, master: Place, unsure: bool) -> None:
         """Makes this rank's slices of fp32 copies what the parameters are. See Record.renew_master()."""
         assert isinstance(place, SlicedPlace)
-        for first, last in place.slices(0, place.elements):
-            for at in range(first, last, PIECE_BYTES // 4):
-                values = torch.empty(min(PIECE_BYTES // 4, last - at), dtype=place.dtype, device="cpu")
-                for _, piece in place.host_pieces(abi.READ, at, at + values.numel()):
-                    values.copy_(piece)
-                for _, piece in master.host_pieces(abi.READ_WRITE, at, at + values.numel()):
-                    if unsure and torch.equal(piece.to(values.dtype).view(torch.int16), values.view(torch.int16)):
-                        continue
-                    piece.copy_(values)
+        for first, last in place.parts(0, place.elements, PIECE_BYTES // 4):
+            values = torch.empty(last - first, dtype=place.dtype, device="cpu")
+            for _, piece in place.host_pieces(abi.READ, first, last):
+                values.copy_(piece)
+            for _, piece in master.host_pieces(abi.READ_WRITE, first, last):
+                if unsure and torch.equal(piece.to(values.dtype).view(torch.int16), values.view(torch.int16)):
+                    continue
+                piece.copy_(values)
 
     # ---- gradients
     def backward_begins(self) -> None:

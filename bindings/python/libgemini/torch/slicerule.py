@@ -21,6 +21,7 @@ from .arenas import DTYPES, Place
 from .internals import note_write, plain as _plain, set_grad as _set_grad
 from .memory import host_tensor
 from .rules import groups_of, master_place, own_step
+from .states import refuse_divided
 from .torchrule import TorchRule
 
 if typing.TYPE_CHECKING:
@@ -127,13 +128,9 @@ class SliceRule(TorchRule):
         Without any it makes the step with none, so that all ranks have the same states.
         """
         note_write(record.param)
-        parts = [
-            (at, min(at + PIECE_ELEMENTS, last))
-            for first, last in record.place.slices(0, record.place.elements)
-            for at in range(first, last, PIECE_ELEMENTS)
-        ]
+        parts = record.place.parts(0, record.place.elements, PIECE_ELEMENTS)
         before = self.kept[record]
-        for part in parts or [(0, 0)]:
+        for part in list(parts) or [(0, 0)]:
             self.kept[record] = self.step_part(record, group, before, *part)
 
     def step_part(self, record, group, before, begin, end):
@@ -251,10 +248,7 @@ class SlicedState(collections.abc.Mapping):
     def __getitem__(self, name):
         value = self.kept[name]
         if isinstance(value, Place):
-            raise GeminiError(
-                f"parameter {self.record.name}: {name} is divided among the ranks: take optimizer.state_dict(), on all "
-                "ranks"
-            )
+            refuse_divided(self.record, name)
         return value
 
 

@@ -100,6 +100,13 @@ class States(collections.abc.MutableMapping):
         return f"States of {len(self)} parameters"
 
 
+def refuse_divided(record, name):
+    """Raises GeminiError: a state of a parameter is nowhere whole."""
+    raise GeminiError(
+        f"parameter {record.name}: {name} is divided among the ranks: take optimizer.state_dict(), on all ranks"
+    )
+
+
 class AdamwState(collections.abc.MutableMapping):
     """The state of a parameter of AdamW or Adam: step, exp_avg and exp_avg_sq. It is empty before the first step."""
 
@@ -119,10 +126,7 @@ class AdamwState(collections.abc.MutableMapping):
             return self.record.step
         place = self.record.states[self.rule.NAMES[name]]
         if not place.address:
-            raise GeminiError(
-                f"parameter {self.record.name}: {name} is divided among the ranks: take optimizer.state_dict(), on all "
-                "ranks"
-            )
+            refuse_divided(self.record, name)
         return managed_view(place)
 
     def __setitem__(self, name, value):
