@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Builds the CUDA device with the plain compiler and runs its tests, benches and the probe on this machine's GPU.
-# tests/cuda_check.sh [LOG_DIR [probe] [tests] [bench] [copy] [update] [memcheck]]: these parts only. Exits 77 without a GPU.
+# tests/cuda_check.sh [--library DIR] [LOG_DIR [probe] [tests] [bench] [copy] [update] [memcheck]]: these parts only. Exits
+# 77 without a GPU. DIR: the folder of a build, whose libraries the tests of updates are about: left out without it.
 # SPDX-License-Identifier: Apache-2.0
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+built=
+if [[ ${1:-} == --library ]]; then built=$(cd "$2" && pwd) || exit 1; shift 2; fi
 logs=${1:-build/cuda}
 parts=" ${*:2} "
 [[ $parts == "  " ]] && parts=" probe tests bench copy update memcheck "
@@ -123,13 +126,17 @@ if [[ $parts == *" update "* ]]; then
     read -ra words <<<"$isa"
     ${CC:-gcc} "${flags[@]}" -Ibindings "${words[@]:1}" -c -o "$work/${words[0]}.o" "bindings/update/${words[0]}.c"
   done
-  build test_update_gpu -Ibindings tests/integration/test_update_gpu.c bindings/update/{update,plain,cuda}.c "$work/update_ptx.c" \
-    "$work/avx2.o" "$work/avx512.o"
+  if [[ $built ]]; then
+    for name in test_gpu test_update_gpu; do
+      build "$name" "tests/integration/$name.c" "-L$built" "-L$built/bindings/update" -lgemini_update -lgemini \
+        "-Wl,-rpath,$built" "-Wl,-rpath,$built/bindings/update"
+      step 120 "$name" "$work/$name" || tail -n 3 "$logs/$name.log"
+    done
+  fi
   build bench_update_gpu -Ibindings -Ibindings/update bench/bench_update_gpu.c bench/common/{cli,row,gpu}.c "${rows[@]}" \
     bindings/update/{update,plain,cuda}.c "$work/update_ptx.c" "$work/avx2.o" "$work/avx512.o"
-  step 120 update "$work/test_update_gpu"
   step 60 bench_update_gpu "$work/bench_update_gpu"
-  cat "$logs/update.log" "$logs/bench_update_gpu.log"
+  cat "$logs/bench_update_gpu.log"
 fi
 if [[ $parts == *" memcheck "* ]] && command -v compute-sanitizer >"$logs/memcheck.log"; then
   step 40 memcheck compute-sanitizer --error-exitcode 1 "$work/test_device" sum_squares

@@ -92,13 +92,9 @@ void gmi_callback_end(gmi_manager_t *m, const char *function) {
   if (!--m->callback.depth) pthread_cond_broadcast(&m->callback.ended);
 }
 
-void gmi_unlock(gmi_manager_t *m) {
-  uint32_t count = m->log.count;
-  if (!count) {
-    give(m);
-    return;
-  }
-  /* Copies the queue: once the lock is released, another thread may fill it again. */
+/* Copies the queue: once the lock is released, another thread may fill it again. Not inline: its stack frame is large. */
+static __attribute__((noinline)) void give_and_log(gmi_manager_t *m) {
+  const uint32_t count = m->log.count;
   int32_t levels[GMI_LOG_QUEUE];
   char texts[GMI_LOG_QUEUE][sizeof m->log.queue[0].text];
   for (uint32_t i = 0; i < count; i++) {
@@ -108,6 +104,10 @@ void gmi_unlock(gmi_manager_t *m) {
   m->log.count = 0;
   give(m);
   for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, levels[i], texts[i]);
+}
+void gmi_unlock(gmi_manager_t *m) {
+  if (m->log.count) give_and_log(m);
+  else give(m);
 }
 
 void gmi_log(gmi_manager_t *m, int32_t level, const char *format, ...) {
