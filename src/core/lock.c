@@ -92,7 +92,7 @@ void gmi_callback_end(gmi_manager_t *m, const char *function) {
   if (!--m->callback.depth) pthread_cond_broadcast(&m->callback.ended);
 }
 
-/* Copies the queue: once the lock is released, another thread may fill it again. Not inline: its stack frame is large. */
+/* Copies the queue, as another thread may fill it again once the lock is released. Not inline: its frame is large. */
 static __attribute__((noinline)) void give_and_log(gmi_manager_t *m) {
   const uint32_t count = m->log.count;
   int32_t levels[GMI_LOG_QUEUE];
