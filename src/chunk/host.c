@@ -186,6 +186,7 @@ static void count_used(gmi_manager_t *m, uint32_t slots) {
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
   set_free(m, slot, false);
   m->host.slots[slot].failure = GEMINI_OK;
+  m->host.slots[slot].blank = false;
   gmi_chunk_slot_set(m, c, slot);
   count_used(m, 1);
 }
@@ -394,10 +395,21 @@ static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t sl
   return status;
 }
 
-gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
+gemini_status_t gmi_host_slot_take_blank(gmi_manager_t *m, gmi_chunk_t *c, bool *blank_out) {
+  *blank_out = false;
   if (gmi_chunk_has_slot(c)) return GEMINI_OK;
   gemini_status_t status = gmi_host_room(m, 1);
-  return status ? status : slot_assign(m, c, choose_slot(m, c));
+  if (status) return status;
+  const uint32_t slot = choose_slot(m, c);
+  status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
+  if (status) return status;
+  *blank_out = m->host.slots[slot].blank;
+  gmi_host_slot_bind(m, c, slot);
+  return GEMINI_OK;
+}
+gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
+  bool blank;
+  return gmi_host_slot_take_blank(m, c, &blank);
 }
 
 /* ---- runs: chunks of one range in adjacent slots, in arena order */
@@ -458,6 +470,7 @@ static gemini_status_t exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {
   m->host.slots[a].failure_text = m->host.slots[b].failure_text;
   m->host.slots[b].failure = failure;
   m->host.slots[b].failure_text = failure_text;
+  m->host.slots[a].blank = m->host.slots[b].blank = false;
   gmi_chunk_slots_exchange(m, a, b);
   if (!wa != !wb) {
     set_free(m, a, !wb);
@@ -619,6 +632,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
     if (status) break;
     set_free(m, slot, false);
     m->host.slots[slot].block = true;
+    m->host.slots[slot].blank = false;
     count_used(m, 1);
   }
   while (status && slot-- > first) {

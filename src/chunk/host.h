@@ -22,6 +22,8 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
                               bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user);
 /* Gives the chunk a slot if it has none; blocks for room. */
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c);
+/* The same; blank: the slot was taken now, and its memory reads as zeros. */
+gemini_status_t gmi_host_slot_take_blank(gmi_manager_t *m, gmi_chunk_t *c, bool *blank_out);
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* slot: free, and its memory committed */
 /* Frees the chunk's slot, unless a graph knows its address. */
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c);

@@ -146,6 +146,13 @@ uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes) {
   return all < gmi_reserve_size(m->host.reserve) ? all : gmi_reserve_size(m->host.reserve);
 }
 
+/* Marks the slots that lie whole in memory which was committed just now. */
+static void slots_blank(gmi_manager_t *m, uint64_t begin, uint64_t end) {
+  const uint64_t bytes = gmi_slot_bytes(m);
+  if (!m->host.slots) return;
+  for (uint64_t s = (begin + bytes - 1) / bytes; (s + 1) * bytes <= end; s++) m->host.slots[s].blank = true;
+}
+
 /* A lock covers one range and cannot grow, so a part that has memory is unlocked, committed or decommitted, and locked
  * again, with no copies under way. The I/O engine's registration of the part as a fixed buffer follows the same steps.
  * Fails without changes when a graph's copies name addresses in the part. If the new lock fails, the old size is
@@ -185,6 +192,7 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
       gmi_log(m, GEMINI_LOG_WARNING, "%llu bytes of host memory are not page-locked", (unsigned long long)now);
   }
   if (now) gmi_files_buffer(m, base, now, true);
+  slots_blank(m, begin + has, begin + now);
   gmi_wait_end(m, &wait);
   m->host.committed[part] = now;
   return changed;

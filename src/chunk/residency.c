@@ -532,15 +532,18 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
   return GEMINI_OK;
 }
 
+static bool is_zero(const uint8_t *bytes, uint64_t size) { return !bytes[0] && !memcmp(bytes, bytes + 1, size - 1); }
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason) {
   if (gmi_chunk_io(c)) gmi_files_poll(m);
   if (!gmi_chunk_has(c, GMI_VALID_HOST)) {
-    gemini_status_t status = gmi_host_slot_take(m, c);
+    bool blank;
+    gemini_status_t status = gmi_host_slot_take_blank(m, c, &blank);
     if (status) return status;
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_chunk_refilled(m, c);
     if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
       status = gmi_chunk_settle_host(m, c);
-      if (!status) memset(gmi_chunk_host(m, c), 0, gmi_slot_bytes(m));
+      if (!status && !blank) memset(gmi_chunk_host(m, c), 0, gmi_slot_bytes(m));
+      GMI_ASSERT(status || is_zero(gmi_chunk_host(m, c), gmi_slot_bytes(m)));
     } else if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
       /* A writer during the copy would tear it, and one after it would change a chunk that is no longer marked dirty:

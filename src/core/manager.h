@@ -105,6 +105,7 @@ typedef struct gmi_slot {
   char *failure_text; /* its cause, owned; NULL: not known. Guarded by the workers' lock while the slot has work, else
                        * by the manager's */
   bool block;         /* the slot holds heap blocks instead of a chunk */
+  bool blank;         /* nothing has used the slot since its memory was committed: it reads as zeros */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
