@@ -7,6 +7,7 @@
  * the op runs there. A stall is the time in which the op's stream waits for a chunk: either for a fence
  * (gmi_tracer_wait()), or because the calling thread had to wait before it could queue work (gmi_tracer_pause()).
  * Marks are read later, when they have been reached (gmi_tracer_resolve()). */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -78,6 +79,28 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
   return !memcmp(a, b, sizeof *a);
 }
 
+/* Says in the log how an iteration came to differ from the variant that it was expected to repeat. */
+static void log_departure(gmi_manager_t *m, const gmi_trace_t *expected) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const bool update = t->op_index >= t->record.op_count; /* behind the last operator so far */
+  const uint32_t i = t->op_index - (update ? 1 : 0);
+  const gmi_trace_op_t *op = &t->record.ops[i], *other = i < expected->op_count ? &expected->ops[i] : NULL;
+  char why[160];
+  if (update) snprintf(why, sizeof why, "an update behind it was not expected");
+  else if (!other) snprintf(why, sizeof why, "%u operators were expected", expected->op_count);
+  else if (op->name != other->name || op->phase != other->phase)
+    snprintf(why, sizeof why, "%.100s was expected", other->name);
+  else if (op->use_count != other->use_count ||
+           memcmp(t->record.uses + op->use_first, expected->uses + other->use_first,
+                  op->use_count * sizeof *expected->uses))
+    snprintf(why, sizeof why, "its accesses are others than expected");
+  else
+    snprintf(why, sizeof why, "its non-model peak is %llu bytes, %llu were expected",
+             (unsigned long long)op->nonmodel_peak, (unsigned long long)other->nonmodel_peak);
+  gmi_log(m, GEMINI_LOG_INFO, "iteration %llu departs from what was expected at operator %u, %.100s: %s",
+          (unsigned long long)t->iteration, i, op->name, why);
+}
+
 /* The active variant no longer agrees with this iteration: makes the most recently used variant that agrees so far
  * active, or none. wants_op: the variant's next op must also have this op's name and phase. The caller has cleared
  * the old variant's agrees. entered is reset, because the resident set now belongs to no plan. */
@@ -97,6 +120,7 @@ void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) 
   if (t->active != GMI_NONE && !t->departed) {
     t->departed = true;
     m->stats.departures++;
+    log_departure(m, &t->variants[t->active].trace);
   }
   t->active = best;
   t->entered = GMI_NONE;

@@ -260,6 +260,36 @@ static void test_departures_that_recur_are_expected(void) {
   net_close(&n);
 }
 
+/* The log says where an iteration departs, and what is different there. */
+static void log_departures(void *user, int32_t level, const char *message) {
+  if (level == GEMINI_LOG_INFO && strstr(message, "departs")) snprintf(user, 240, "%s", message);
+}
+static void test_departures_are_explained_in_the_log(void) {
+  static const struct {
+    step_t step;
+    const char *said;
+  } cases[] = {
+    { { .scale = 2 }, "at operator 0, fwd.0: its non-model peak is 10240 bytes, 5120 were expected" },
+    { { .skip = 2 }, "at operator 1, fwd.2: fwd.1 was expected" },
+    { { .unused = 2 }, "at operator 1, fwd.1: its accesses are others than expected" },
+    { { .update = true }, "at operator 15, bwd.0: an update behind it was not expected" },
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char said[240] = "";
+    gemini_config_t c = config_of(8);
+    c.log_fn = log_departures;
+    c.log_user = said;
+    c.log_level = GEMINI_LOG_INFO;
+    net_t n = net_open(&c);
+    net_steps(&n, &plain, 4);
+    CHECK(!*said);
+    net_steps(&n, &cases[i].step, 1);
+    CHECK_SAYS(said, "iteration 5 departs from what was expected");
+    CHECK_SAYS(said, cases[i].said);
+    net_close(&n);
+  }
+}
+
 /* Which layers run is anybody's guess: every iteration is served, and the bytes are right. */
 typedef struct {
   const uint32_t *words;
@@ -753,6 +783,7 @@ int main(int argc, char **argv) {
   RUN(test_departure_skipped_layer_is_right_again);
   RUN(test_departure_unused_tensor_is_right_again);
   RUN(test_departures_that_recur_are_expected);
+  RUN(test_departures_are_explained_in_the_log);
   RUN(test_departures_random_router_reads_right_bytes);
   RUN(test_plan_op_too_large_names_op_and_bytes);
   RUN(test_budget_too_small_for_plan_is_refused_and_stays);
