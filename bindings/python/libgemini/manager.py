@@ -66,6 +66,11 @@ def _log(_: int | None, level: int, message: bytes) -> None:
     logger.log(_LEVELS.get(level, logging.INFO), "%s", message.decode(errors="replace"))
 
 
+def _log_level() -> int:
+    """The most verbose level that Python's logger takes now: warnings at least, which the watchdog sends."""
+    return max(level for level, name in _LEVELS.items() if level <= 2 or logger.isEnabledFor(name))
+
+
 KINDS = {"param": 0, "grad": 1, "master": 2, "momentum": 3, "variance": 4, "other": 5}
 MODES = {"read": abi.READ, "write": abi.WRITE, "read_write": abi.READ_WRITE}
 PHASES = {
@@ -193,6 +198,8 @@ class Manager:
     ) -> None:
         """Opens a manager. Sizes are bytes, or texts such as "24GiB".
 
+        It logs to Python's logger "libgemini", as verbosely as that is set when the manager opens, warnings at least.
+
         Args:
             placement: "auto": by predicted step time. "cuda": as much as fits stays on the device. "cpu": everything
                 lives below the device and visits it. "static": the two fractions stay on the device.
@@ -239,6 +246,7 @@ class Manager:
             static_param_fraction=static_param_fraction,
             static_optim_fraction=static_optim_fraction,
             file_dir=str(file).encode() if file else None,
+            log_level=_log_level(),
             log_fn=_log,
             file_engine=abi.FILE_ENGINES[file_engine],
             checkpoint_name=checkpoint_name.encode() if checkpoint_name else None,

@@ -267,6 +267,17 @@ def test_the_librarys_log_is_pythons(manager, caplog):
     assert record.name == "libgemini" and record.levelno == logging.WARNING and str(2 * MIB) in record.getMessage()
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_the_log_is_as_verbose_as_pythons_logger(level, caplog):
+    with caplog.at_level(level, logger="libgemini"), Manager(device_memory=4 * MIB, host_memory=8 * MIB) as manager:
+        manager.arena("param", capacity=MIB)
+        with manager.iteration():
+            pass
+        manager.stats()
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert any("chunks of" in text for text in said) == (level == logging.INFO)
+
+
 # ---- what a training loop needs, with numpy alone
 BATCH, WIDTH, STEPS = 32, 256, 6
 BUDGET = 768 * KIB  # of 2 MiB: two weights of 256 KiB, their gradients and moments
