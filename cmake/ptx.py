@@ -23,14 +23,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # constants from gemini.h too; these are part of the ABI, which tests/abi keeps.
 KERNELS = {
     "src/device/sum_squares.cu": ([], []),
-    "src/comm/rank_sum.cu": (["-fmad=false"], []),
+    "src/device/rank_sum.cu": (["-fmad=false"], []),
     "bindings/update/kernels.cu": (["-std=c++17", "-fmad=false", "-I..", "-I../../include"], ["update.h"]),
     "bench/model/gpt_kernels.cu": (["-fmad=false"], ["gpt_kernels.h", "gpt.h", "scalar.h"]),
     "bench/model/task_kernels.cu": ([], []),
 }
 # Kernels that must round like the CPU. An fp32 or fp64 operation without .rn may be fused by ptxas.
 FUSED = r"(fma\.rn\.f32|(mul|add|sub)\.f(32|64))"
-NEVER_FUSED = {"bench/model/gpt_kernels.cu": FUSED, "src/comm/rank_sum.cu": FUSED}
+NEVER_FUSED = {"bench/model/gpt_kernels.cu": FUSED, "src/device/rank_sum.cu": FUSED}
 
 
 class Failure(Exception):

@@ -25,8 +25,9 @@ ptx() { # FILE.ptx NAME
   echo ';'
 }
 ptx src/device/sum_squares.ptx gmi_sum_squares_ptx >"$work/sum_squares_ptx.c"
+ptx src/device/rank_sum.ptx gmi_rank_sum_ptx >"$work/rank_sum_ptx.c"
 ptx bindings/update/kernels.ptx gmi_update_ptx >"$work/update_ptx.c"
-library=(src/device/*.c src/comm/sum.c "$work/sum_squares_ptx.c" src/base/*.c)
+library=(src/device/*.c "$work/sum_squares_ptx.c" "$work/rank_sum_ptx.c" src/base/*.c)
 libraries=(-lpthread -lm -ldl)
 read -ra rows <<<"$(pkg-config --cflags --libs json-c 2>/dev/null)" # of benches: libjson-c-dev
 

@@ -34,13 +34,13 @@ ptx() { # FILE.ptx NAME
   echo ';'
 }
 ptx src/device/sum_squares.ptx gmi_sum_squares_ptx >"$work/sum_squares_ptx.c"
-ptx src/comm/rank_sum.ptx gmi_rank_sum_ptx >"$work/rank_sum_ptx.c"
+ptx src/device/rank_sum.ptx gmi_rank_sum_ptx >"$work/rank_sum_ptx.c"
 build nccl_check tests/nccl_check.c src/comm/*.c src/device/*.c src/base/*.c "$work/sum_squares_ptx.c" \
   "$work/rank_sum_ptx.c"
 
 arguments=()
 if ((fake)); then
-  shared=(-shared -fPIC "-Wl,-rpath,$work" src/comm/sum.c src/base/check.c)
+  shared=(-shared -fPIC "-Wl,-rpath,$work" src/device/sum.c src/base/check.c)
   build libcuda.so.1 "${shared[@]}" -Wl,-soname,libcuda.so.1 tests/reference/fake_cuda.c src/device/sum_squares.c
   build libnccl.so.2 "${shared[@]}" -Wl,-soname,libnccl.so.2 tests/unit/fake_nccl.c "$work/libcuda.so.1"
   folder=$work

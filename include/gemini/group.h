@@ -43,7 +43,7 @@
  *   gradients can, unless some of the range have not been added.
  * - Not supported (GEMINI_ERR_UNSUPPORTED): gemini_hint(), _move(), _pin(), _tier_bytes(), CUDA graphs, gradients that
  *   are zeroed with reuse, or loaded, gemini_arena_take() where gradients reuse the bytes, managers with
- *   checkpoint_name; gradients without reuse on devices other than the simulated one.
+ *   checkpoint_name.
  *
  * All ranks must make the same calls for sharded arenas in the same order: the same tensors, operators, acquires and
  * updates, from one thread at a time. Calls that only read or write a rank's own slices may differ. A rank that makes
@@ -72,7 +72,8 @@ enum { GEMINI_GROUP_RANKS = 1024, GEMINI_GROUP_ID_BYTES = 512 };
 /** How the ranks of a group exchange bytes. */
 enum {
   GEMINI_TRANSPORT_SHARED = 0, /* memory shared by processes of one machine and user; for the simulated device */
-  GEMINI_TRANSPORT_NCCL = 1    /* NCCL 2.18 or later, opened at run time as libnccl.so.2; for CUDA devices */
+  GEMINI_TRANSPORT_NCCL = 1    /* NCCL 2.18 or later, opened at run time as libnccl.so.2, in the folder that GEMINI_NCCL
+                                * in the environment names, if it is set; for CUDA devices */
 };
 
 /** Names a group that is being formed. One process makes it, and the caller brings it to the others. */

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/fork.h"
@@ -26,10 +28,21 @@ bool gmi_library_function(const gmi_library_t *library, const char *name, void *
 /* Called with lock held. */
 static bool load(gmi_library_t *library) {
   if (!library->replacement && !library->handle) {
-    library->handle = dlopen(library->file, RTLD_NOW | RTLD_LOCAL);
+    char path[4096];
+    const char *file = library->file, *folder = library->folder ? getenv(library->folder) : NULL;
+    int flags = RTLD_NOW | RTLD_LOCAL;
+    if (folder && *folder) {
+      snprintf(path, sizeof path, "%s/%s", folder, library->file);
+      file = path;
+#if !defined __SANITIZE_ADDRESS__ && !defined __SANITIZE_THREAD__
+      flags |= RTLD_DEEPBIND; /* another version of it may be in the process: each calls its own functions */
+#endif
+    }
+    library->handle = dlopen(file, flags);
     if (!library->handle) {
       const char *why = dlerror();
-      gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "%s: %s", library->absent, why ? why : library->file);
+      gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "%s: %s%s%s", library->absent, folder && *folder ? library->folder : "",
+               folder && *folder ? ": " : "", why ? why : file);
       return false;
     }
   }

@@ -5,10 +5,11 @@
 
 #include <stdbool.h>
 
-/* In static storage; the first three fields are set, the others begin as zeros. */
+/* In static storage; the first fields are set, the others begin as zeros. */
 typedef struct gmi_library {
   const char *file;   /* as dlopen() takes it: "libcuda.so.1" */
   const char *absent; /* begins the message if it cannot be opened: "no CUDA driver on this machine" */
+  const char *folder; /* environment variable that names the library's folder, for users; NULL: none */
   /* Looks up what the library must have, and keeps it. False, with the error recorded: the library cannot be used; the
    * next gmi_library_open() calls this again. */
   bool (*find)(const struct gmi_library *library);

@@ -229,6 +229,12 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
   return GEMINI_OK;
 }
 
+/* Loads what adds gradients to earlier ones, before collectives are under way. */
+static gemini_status_t adds_prepare(gmi_manager_t *m, uint32_t dtype) {
+  gemini_status_t status = m->device.ops->queue.add(m->device.self, gmi_link_out(m)->stream, NULL, NULL, dtype, 0);
+  return status ? gmi_fail_device(status, "device %s is not ready to add gradients", m->device.ops->name) : GEMINI_OK;
+}
+
 /* Checks what the configuration says of a group. *group_out: index of the group that the arena is sharded over, which
  * an arena that follows another shares with it; GMI_NONE: it is not sharded. */
 static gemini_status_t group_check(gmi_manager_t *m, const gemini_arena_config_t *c, const gmi_arena_t *base,
@@ -254,13 +260,11 @@ static gemini_status_t group_check(gmi_manager_t *m, const gemini_arena_config_t
       return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
                       "element_bytes is %u, but gradients of arena %s, which is sharded, must have its %u",
                       c->element_bytes, base->name, base->element_bytes);
-    if (gradients && !reuse && !m->device.ops->queue.run)
-      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
-                      "device %s cannot add gradients to earlier ones: name arena %s in reuse", m->device.ops->name,
-                      base->name);
     if (gradients && (c->dtype > GEMINI_DTYPE_F64 || gmi_dtype_bytes(c->dtype) != c->element_bytes))
       return gmi_fail(GEMINI_ERR_INVALID, 0, "dtype is %u, which is no type of %u bytes (element_bytes)", c->dtype,
                       c->element_bytes);
+    gemini_status_t status = gradients && !reuse ? adds_prepare(m, c->dtype) : GEMINI_OK;
+    if (status) return status;
     if (reuse && base->shard.taken)
       return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
                       "arena %s is sharded over a group and has bytes of no tensor (gemini_arena_take()), which "

@@ -127,13 +127,6 @@ gemini_status_t gmi_slices_unused(gmi_manager_t *m, gmi_arena_t *a) {
 }
 
 /* ---- the part of the slices that belongs to one chunk */
-/* Values that a stream adds to others. */
-typedef struct {
-  void *to;
-  const void *from;
-  uint64_t count;
-  uint32_t dtype;
-} addition_t;
 typedef struct {
   gmi_chunk_t *chunk;
   uint64_t in_chunk; /* bytes */
@@ -147,7 +140,6 @@ typedef struct {
   uint64_t begin, bytes; /* of the slice in its chunk */
   uint32_t count;
   part_t parts[PARTS];
-  addition_t *additions[PARTS]; /* owned; NULL: the part is copied */
 } parts_t;
 
 /* A slice is at most as long as a chunk, so it lies in at most two chunks of the arena of slices. */
@@ -237,47 +229,22 @@ static gemini_status_t copy_in(gmi_manager_t *m, const parts_t *p, uint8_t *fram
   return status;
 }
 
-/* Makes the records for a chunk that is added to what the slices hold, before anything is queued: what is queued must
- * not be queued again. additions_free() frees those that were not. */
-static gemini_status_t additions_make(parts_t *p) {
-  for (uint32_t i = 0; p->whole->shard.summed && i < p->count; i++) {
-    p->additions[i] = malloc(sizeof *p->additions[i]);
-    if (!p->additions[i])
-      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the record of a sum of gradients");
-  }
-  return GEMINI_OK;
-}
-static void additions_free(parts_t *p) {
-  for (uint32_t i = 0; i < p->count; i++) free(p->additions[i]);
-}
-static gemini_status_t run_addition(void *user) {
-  addition_t *a = user;
-  gmi_reduce(a->dtype, GMI_REDUCE_SUM, 2, (const void *const[]){ a->to, a->from }, a->to, a->count);
-  free(a);
-  return GEMINI_OK;
-}
-/* As copy(), but adds the part to what is at `to`. Devices that run() functions have memory that these can read and
- * write. */
-static gemini_status_t add(gmi_manager_t *m, uint32_t stream, parts_t *p, uint32_t part, void *to, const void *from) {
-  const uint64_t bytes = p->parts[part].bytes;
-  addition_t *a = p->additions[part];
-  *a = (addition_t){ to, from, bytes / p->whole->element_bytes, p->whole->shard.dtype };
-  gemini_status_t status = m->device.ops->queue.run(m->device.self, stream, run_addition, a);
-  if (status)
-    return gmi_fail_device(status, "the device could not queue a sum of %llu bytes", (unsigned long long)bytes);
-  p->additions[part] = NULL; /* the stream frees it */
-  return GEMINI_OK;
-}
-/* A part of the frame goes to its place in the arena of slices. */
-static gemini_status_t put(gmi_manager_t *m, uint32_t stream, parts_t *p, uint32_t part, void *to, const void *from,
-                           uint32_t kind) {
-  return p->additions[part] ? add(m, stream, p, part, to, from) : copy(m, stream, to, from, p->parts[part].bytes, kind);
+/* A part of the frame goes to its place in the arena of slices, or is added to what is there: to the sums of the rounds
+ * before. */
+static gemini_status_t put(gmi_manager_t *m, uint32_t stream, const parts_t *p, uint64_t bytes, void *to,
+                           const void *from, uint32_t kind) {
+  const gmi_arena_t *whole = p->whole;
+  if (!whole->shard.summed) return copy(m, stream, to, from, bytes, kind);
+  gemini_status_t status =
+      m->device.ops->queue.add(m->device.self, stream, to, from, whole->shard.dtype, bytes / whole->element_bytes);
+  return status ? gmi_fail_device(status, "the device could not queue a sum of %llu bytes", (unsigned long long)bytes)
+                : GEMINI_OK;
 }
 
 /* Queues copies of the own slice from the chunk's frame, which is complete behind after, into the arena of slices,
- * or adds it to what is there (additions_make()). Its parts were brought for writing. *end_out: behind all of them.
- * What fails here is the device. */
-static gemini_status_t copy_out(gmi_manager_t *m, parts_t *p, const uint8_t *frame, gmi_fence_t after,
+ * or adds it to what is there. Its parts were brought for writing. *end_out: behind all of them. What fails here is the
+ * device. */
+static gemini_status_t copy_out(gmi_manager_t *m, const parts_t *p, const uint8_t *frame, gmi_fence_t after,
                                 gmi_fence_t *end_out) {
   const uint32_t stream = gmi_link_out(m)->stream;
   gemini_status_t status = gmi_fence_wait(m, stream, after);
@@ -288,12 +255,12 @@ static gemini_status_t copy_out(gmi_manager_t *m, parts_t *p, const uint8_t *fra
     const uint8_t *from = frame + p->begin + part->in_slice;
     if (gmi_chunk_is_resident(c)) {
       status = gmi_chunk_wait(m, stream, c, GEMINI_READ_WRITE);
-      if (!status) status = put(m, stream, p, i, gmi_chunk_device(m, c) + part->in_chunk, from, GMI_COPY_D2D);
+      if (!status) status = put(m, stream, p, part->bytes, gmi_chunk_device(m, c) + part->in_chunk, from, GMI_COPY_D2D);
       gmi_chunk_wrote(m, c);
       if (!status) status = gmi_chunk_use(m, c, GEMINI_WRITE, stream, true);
     } else {
       status = gmi_chunk_wait_slot(m, stream, c);
-      if (!status) status = put(m, stream, p, i, gmi_chunk_host(m, c) + part->in_chunk, from, GMI_COPY_D2H);
+      if (!status) status = put(m, stream, p, part->bytes, gmi_chunk_host(m, c) + part->in_chunk, from, GMI_COPY_D2H);
       gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
       gemini_status_t marked = gmi_fence_now(m, stream, &slot->fence);
       if (!status) status = marked;
@@ -716,9 +683,7 @@ static gemini_status_t reduce_next(gmi_manager_t *m, gmi_arena_t *whole) {
   for (uint32_t i = 0; !status && i < p.count; i++) status = gmi_updates_queue(m, p.parts[i].chunk);
   if (status || whole->shard.reduced != reduced) return status; /* a callback ran without the lock: it is done */
   status = reduce_prepare(m, c, &p);
-  if (!status) status = additions_make(&p);
   if (!status) status = reduce_queue(m, c, &p);
-  additions_free(&p);
   if (status) return status;
   whole->shard.reduced++;
   if (gmi_arena_has_sums(whole)) round_goes_on(m, whole, c);

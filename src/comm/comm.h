@@ -14,7 +14,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/sum.h"
+#include "device/sum.h"
 #include "gemini.h"
 #include "gemini/group.h"
 

@@ -23,7 +23,7 @@
 
 #include "base/dtype.h"
 #include "comm/nccl.h"
-#include "comm/rank_sum.h"
+#include "device/rank_sum.h"
 
 enum { BLOCKS = 1024 /* of a launch, at most */, PACK_BYTES = 16 };
 

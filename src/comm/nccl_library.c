@@ -34,7 +34,9 @@ static bool find(const gmi_library_t *library) {
   return true;
 }
 
-static gmi_library_t library = { .file = "libnccl.so.2", .absent = "no NCCL on this machine", .find = find };
+static gmi_library_t library = {
+  .file = "libnccl.so.2", .absent = "no NCCL on this machine", .folder = "GEMINI_NCCL", .find = find
+};
 
 const gmi_nccl_library_t *gmi_nccl_library(void) { return gmi_library_open(&library) ? &table : NULL; }
 

@@ -6,7 +6,7 @@
 
 #include "base/thread.h"
 #include "comm/nccl.h"
-#include "comm/rank_sum.h"
+#include "device/rank_sum.h"
 
 #define DEADLINE_NS UINT64_C(60000000000)
 #define GRANULE_BYTES (UINT64_C(2) << 20) /* of device memory */

@@ -33,8 +33,8 @@
  * process ends. The error is stored for the device (lost), and every sync() returns it.
  *
  * Lock order: streams_lock, stream.lock, stream.points_lock; clock.renew_lock before clock.lock, and clock.lock may be
- * taken in points_lock. The locks of memory, host, flags and sums are innermost. A host function of the user takes none
- * of these. */
+ * taken in points_lock. The locks of memory, host, flags, sums and adds are innermost. A host function of the user takes
+ * none of these. */
 #include <stdlib.h>
 #include <time.h>
 
@@ -199,6 +199,7 @@ static void cuda_close(void *self) {
     }
     if (cuda->flags.gates) driver->host_free((void *)cuda->flags.gates);
     if (cuda->sums.module) driver->module_unload(cuda->sums.module);
+    if (cuda->adds.module) driver->module_unload(cuda->adds.module);
     for (int i = 0; i < 2; i++)
       if (cuda->clock.bases[i]) driver->event_destroy(cuda->clock.bases[i]);
     if (cuda->clock.stream) driver->stream_destroy(cuda->clock.stream);
@@ -209,6 +210,7 @@ static void cuda_close(void *self) {
   pthread_mutex_destroy(&cuda->host.lock);
   pthread_mutex_destroy(&cuda->flags.lock);
   pthread_mutex_destroy(&cuda->sums.lock);
+  pthread_mutex_destroy(&cuda->adds.lock);
   pthread_mutex_destroy(&cuda->clock.renew_lock);
   pthread_mutex_destroy(&cuda->clock.lock);
   pthread_mutex_destroy(&cuda->streams_lock);
@@ -291,6 +293,7 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
   pthread_mutex_init(&cuda->host.lock, NULL);
   pthread_mutex_init(&cuda->flags.lock, NULL);
   pthread_mutex_init(&cuda->sums.lock, NULL);
+  pthread_mutex_init(&cuda->adds.lock, NULL);
   pthread_mutex_init(&cuda->clock.renew_lock, NULL);
   pthread_mutex_init(&cuda->clock.lock, NULL);
   pthread_mutex_init(&cuda->streams_lock, NULL);
@@ -342,6 +345,7 @@ const gmi_device_ops_t gmi_device_cuda = {
   .queue.zero = gmi_cuda_zero,
   .queue.call = gmi_cuda_call,
   .queue.sum_squares = gmi_cuda_sum_squares,
+  .queue.add = gmi_cuda_add,
   .memory.host_lock = gmi_cuda_host_lock,
   .memory.host_unlock = gmi_cuda_host_unlock,
   .now = cuda_now,

@@ -161,6 +161,12 @@ typedef struct cuda {
   } sums;
 
   struct {
+    pthread_mutex_t lock; /* guards what follows, which the first call of add() makes */
+    cu_module_t module;
+    cu_function_t kernel;
+  } adds;
+
+  struct {
     pthread_mutex_t renew_lock; /* held by the thread that takes a new base; others only try it. Before lock */
     cu_stream_t stream;
     cu_event_t bases[2]; /* [base] is current, the other one is recorded next */
@@ -246,6 +252,7 @@ gemini_status_t gmi_cuda_zero(void *self, uint32_t index, void *dst, uint64_t si
 gemini_status_t gmi_cuda_call(void *self, uint32_t index, void (*fn)(void *user), void *user);
 gemini_status_t gmi_cuda_sum_squares(void *self, uint32_t index, const void *src, uint32_t dtype, uint64_t count,
                                      double *sum);
+gemini_status_t gmi_cuda_add(void *self, uint32_t index, void *dst, const void *src, uint32_t dtype, uint64_t count);
 void gmi_cuda_capture_close(void *self, void *opened);
 gemini_status_t gmi_cuda_capture_open(void *self, uint32_t index, uint32_t frames, void **capture_out);
 gemini_status_t gmi_cuda_capture_active(void *self, void *opened, bool *active_out);

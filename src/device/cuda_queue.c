@@ -4,7 +4,15 @@
  * on the caller's thread; queueing blocks only where the driver's queue is full. */
 #include <stdlib.h>
 
+#include "base/dtype.h"
 #include "device/cuda.h"
+#include "device/rank_sum.h"
+
+enum {
+  ADD_PACK_BYTES = 16, /* what a thread takes at a time */
+  ADD_BLOCKS = 128     /* of a launch, at most: enough bytes on their way for the link to the host, and multiprocessors
+                        * stay free for the caller's kernels */
+};
 
 /* --- flags --- */
 
@@ -144,6 +152,56 @@ gemini_status_t gmi_cuda_sum_squares(void *self, uint32_t index, const void *src
     sum_batch_t *batch = stream->sums;
     batch->items[batch->count] = (gmi_cuda_sum_t){ .src = (uintptr_t)src, .count = count, .dtype = dtype };
     batch->sums[batch->count++] = sum;
+  }
+  gmi_cuda_queue_end(cuda, &queue);
+  return status;
+}
+
+/* The kernel of rank_sum.cu, of two arrays, is the addition. Compiling its PTX takes a while, so only devices that add
+ * load it. Called in the context. */
+static gemini_status_t adds_open(cuda_t *cuda) {
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  gemini_status_t status = GEMINI_OK;
+  pthread_mutex_lock(&cuda->adds.lock);
+  if (!cuda->adds.module) {
+    cu_module_t module = NULL;
+    status = gmi_cuda_done(cuda, driver->module_load(&module, gmi_rank_sum_ptx), "cuModuleLoadData");
+    if (!status) {
+      status = gmi_cuda_done(cuda, driver->module_function(&cuda->adds.kernel, module, "gmi_rank_sum"),
+                             "cuModuleGetFunction");
+      if (status) driver->module_unload(module);
+      else cuda->adds.module = module;
+    }
+  }
+  pthread_mutex_unlock(&cuda->adds.lock);
+  return status;
+}
+
+/* dst may be page-locked host memory, whose addresses the GPU shares (device_lacks() of cuda.c). */
+gemini_status_t gmi_cuda_add(void *self, uint32_t index, void *dst, const void *src, uint32_t dtype, uint64_t count) {
+  cuda_t *cuda = self;
+  queue_t queue;
+  if (dtype > GEMINI_DTYPE_F64 || count > MEMORY_MAX_BYTES) return GEMINI_ERR_INVALID;
+  const uint64_t bytes = count * gmi_dtype_bytes(dtype), packs = (bytes + ADD_PACK_BYTES - 1) / ADD_PACK_BYTES;
+  if (count && (!dst || !src || (uintptr_t)dst % gmi_dtype_bytes(dtype) || (uintptr_t)src % ADD_PACK_BYTES))
+    return GEMINI_ERR_INVALID;
+  gemini_status_t status = gmi_cuda_queue_begin(cuda, index, &queue);
+  if (status) return status;
+  status = adds_open(cuda);
+  if (!status && count) {
+    gmi_rank_sum_t args = { .own = (uintptr_t)dst,
+                            .others = (uintptr_t)src,
+                            .slot_bytes = packs * ADD_PACK_BYTES,
+                            .count = count,
+                            .ranks = 2,
+                            .dtype = dtype };
+    void *parameters[] = { &args };
+    const uint64_t blocks = (packs + GMI_RANK_SUM_THREADS - 1) / GMI_RANK_SUM_THREADS;
+    status =
+        gmi_cuda_done(cuda,
+                      cuda->driver->launch(cuda->adds.kernel, blocks < ADD_BLOCKS ? (unsigned)blocks : ADD_BLOCKS, 1, 1,
+                                           GMI_RANK_SUM_THREADS, 1, 1, 0, queue.stream->native, parameters, NULL),
+                      "cuLaunchKernel");
   }
   gmi_cuda_queue_end(cuda, &queue);
   return status;

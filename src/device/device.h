@@ -132,6 +132,11 @@ typedef struct gmi_device_ops {
      * memory, and valid once a later mark is reached. */
     gemini_status_t (*sum_squares)(void *self, uint32_t stream, const void *src, uint32_t dtype, uint64_t count,
                                    double *sum);
+    /* dst[i] += src[i] for count values (GEMINI_DTYPE_*), each added in float (F64: in double) and rounded once, with
+     * the bits of gmi_reduce() (sum.h) but for the payload of a NaN. src is device memory, dst device memory or within
+     * one host_lock(); dst is a multiple of a value's size, src of 16 bytes. A count of 0 makes the device ready to
+     * add, so that a later call does not take longer, or fail, for that. */
+    gemini_status_t (*add)(void *self, uint32_t stream, void *dst, const void *src, uint32_t dtype, uint64_t count);
   } queue;
 
   /* Copies that become part of a graph that the caller captures from a stream. All are NULL where a device has no

@@ -22,6 +22,7 @@
 
 #include "base/clock.h"
 #include "device/sim.h"
+#include "device/sum.h"
 
 static uint64_t sim_now(void *self) {
   (void)self;
@@ -186,6 +187,12 @@ static void run_task(stream_t *stream, const task_t *task) {
     *task->u.sum.sum = gmi_sum_squares(task->u.sum.src, task->variant, task->u.sum.count);
     work_done(stream);
     break;
+  case TASK_ADD: {
+    const void *const both[] = { task->u.add.dst, task->u.add.src };
+    gmi_reduce(task->variant, GMI_REDUCE_SUM, 2, both, task->u.add.dst, task->u.add.count);
+    work_done(stream);
+    break;
+  }
   case TASK_FAIL: fail(stream, (int32_t)task->variant); break;
   default: break;
   }
@@ -430,6 +437,15 @@ static gemini_status_t sim_sum_squares(void *self, uint32_t stream, const void *
   return enqueue(self, stream, &task, NULL);
 }
 
+static gemini_status_t sim_add(void *self, uint32_t stream, void *dst, const void *src, uint32_t dtype,
+                               uint64_t count) {
+  if (dtype > GEMINI_DTYPE_F64 || count > MEMORY_MAX_BYTES) return GEMINI_ERR_INVALID;
+  const uint32_t width = gmi_dtype_bytes(dtype);
+  if (count && (!dst || !src || (uintptr_t)dst % width || (uintptr_t)src % 16)) return GEMINI_ERR_INVALID;
+  task_t task = { .kind = TASK_ADD, .variant = dtype, .u.add = { dst, src, count } };
+  return enqueue(self, stream, &task, NULL);
+}
+
 gemini_status_t gmi_device_sim_fail(void *self, uint32_t stream, gemini_status_t status) {
   task_t task = { .kind = TASK_FAIL, .variant = (uint32_t)status };
   return enqueue(self, stream, &task, NULL);
@@ -550,6 +566,7 @@ const gmi_device_ops_t gmi_device_sim = {
   .queue.call = sim_call,
   .queue.run = sim_run,
   .queue.sum_squares = sim_sum_squares,
+  .queue.add = sim_add,
   .memory.host_lock = gmi_sim_host_lock,
   .memory.host_unlock = gmi_sim_host_lock,
   .now = sim_now,

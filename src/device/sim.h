@@ -28,7 +28,18 @@
 #define TASK_BATCH 16u
 #define NS_PER_S UINT64_C(1000000000)
 
-enum { TASK_MARK, TASK_WAIT, TASK_WAIT_FLAG, TASK_COPY, TASK_ZERO, TASK_CALL, TASK_RUN, TASK_SUM_SQUARES, TASK_FAIL };
+enum {
+  TASK_MARK,
+  TASK_WAIT,
+  TASK_WAIT_FLAG,
+  TASK_COPY,
+  TASK_ZERO,
+  TASK_CALL,
+  TASK_RUN,
+  TASK_SUM_SQUARES,
+  TASK_ADD,
+  TASK_FAIL
+};
 enum { STREAM_NONE, STREAM_LIVE, STREAM_CLOSING };
 
 struct stream;
@@ -36,7 +47,7 @@ struct stream;
 /* An operation queued on a stream. */
 typedef struct task {
   uint32_t kind;      /* TASK_* */
-  uint32_t variant;   /* copy: GMI_COPY_*; sum: GEMINI_DTYPE_*; fail: the status */
+  uint32_t variant;   /* copy: GMI_COPY_*; sum, add: GEMINI_DTYPE_*; fail: the status */
   uint64_t queued_ns; /* paced devices only: when it was queued; it cannot begin earlier in simulated time */
   union {
     uint64_t mark;
@@ -66,6 +77,11 @@ typedef struct task {
       double *sum;
       uint64_t count;
     } sum;
+    struct {
+      void *dst;
+      const void *src;
+      uint64_t count;
+    } add;
   } u;
 } task_t;
 

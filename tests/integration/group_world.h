@@ -414,7 +414,7 @@ static gemini_status_t late_gradient(rank_t *k) {
   if (k->rank) return GEMINI_OK;
   gemini_status_t status = gemini_acquire(k->w.mgr, &use, 1, k->w.stream);
   if (status) return status;
-  CHECK_OK(gemini_stream_call(k->w.mgr, k->w.stream, backward_adds, call_of(k, LATE_LAYER, LATE_NUMBER, &use)));
+  compute(k, LATE_LAYER, LATE_NUMBER, &use, backward_adds);
   return gemini_release(k->w.mgr, &use, 1, k->w.stream);
 }
 OWN_MEMORY static void model_late(rank_t *k) {
@@ -505,6 +505,7 @@ static gemini_status_t check_norm_again(rank_t *k) {
   uint64_t offset, size;
   double norm;
   CHECK_OK(gemini_slice_next(k->w.mgr, &layer, first, &offset, &size));
+  if (!size) return check_norm(k); /* all of the layer is other ranks': nothing of it can be acquired here */
   gemini_access_t slice = world_part(k->grads, offset, size, GEMINI_READ, HOST);
   gemini_status_t status = gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER);
   if (status) return status;

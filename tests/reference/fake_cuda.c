@@ -23,10 +23,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm/rank_sum.h"
-#include "comm/sum.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
+#include "device/rank_sum.h"
+#include "device/sum.h"
 
 #define GRANULE (UINT64_C(2) << 20)
 #define CHANNELS 64u
@@ -1100,9 +1100,12 @@ API cu_result_t cuModuleUnload(cu_module_t module) {
 static cu_result_t launch_rank_sum(unsigned grid_x, unsigned block_x, cu_stream_t stream, void **parameters) {
   const gmi_rank_sum_t *args = parameters[0];
   const uint64_t bytes = args->count * (args->dtype == 3 ? 8 : args->dtype ? 2 : 4), slot = args->slot_bytes;
-  if (!grid_x || block_x != GMI_RANK_SUM_THREADS || args->ranks < 2 || args->ranks > 64 || args->rank >= args->ranks ||
-      slot % 16 || args->others % 16 || bytes > slot || !reachable(args->own, bytes) ||
-      !reachable(args->others, slot * (args->ranks - 2) + bytes))
+  if (!grid_x || grid_x > 1024 || block_x != GMI_RANK_SUM_THREADS ||
+      args->own % (args->dtype == 3 ? 8
+                   : args->dtype    ? 2
+                                    : 4) ||
+      args->ranks < 2 || args->ranks > 64 || args->rank >= args->ranks || slot % 16 || args->others % 16 ||
+      bytes > slot || !reachable(args->own, bytes) || !reachable(args->others, slot * (args->ranks - 2) + bytes))
     return CU_INVALID_VALUE;
   return push(stream, (task_t){ .kind = TASK_RANK_SUM, .ranks = *args });
 }

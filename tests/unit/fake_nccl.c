@@ -15,7 +15,7 @@
 
 #include "base/dtype.h"
 #include "comm/nccl_library.h"
-#include "comm/sum.h"
+#include "device/sum.h"
 #include "fake_cuda.h"
 
 #define API __attribute__((visibility("default")))

@@ -416,6 +416,10 @@ static void test_an_nccl_that_cannot_be_used_is_refused(void) {
   CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_OK);
   fake_nccl_lacking = NULL;
   gmi_nccl_library_replace(NULL);
+  CHECK(!setenv("GEMINI_NCCL", "/no/folder", 1)); /* the one that the environment names, or none */
+  CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_ERR_UNSUPPORTED);
+  CHECK_SAYS(gmi_fail_message(), "GEMINI_NCCL: /no/folder/libnccl.so.2");
+  CHECK(!unsetenv("GEMINI_NCCL"));
   gmi_cuda_driver_replace(no_symbol);
   CHECK_EQ(join_alone(by_nccl, &comm), GEMINI_ERR_UNSUPPORTED);
   CHECK_SAYS(gmi_fail_message(), "CUDA driver");

@@ -191,6 +191,7 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     KEEPS(ops->queue.copy(device, stream, base, host, 4096, GMI_COPY_H2D));
     KEEPS(ops->queue.zero(device, stream, base, 4096));
     KEEPS(ops->queue.sum_squares(device, stream, base, GEMINI_DTYPE_F32, 1024, &sum));
+    KEEPS(ops->queue.add(device, stream, host, base, GEMINI_DTYPE_F32, 1024));
     KEEPS(ops->stream.mark(device, stream, &mark));
     KEEPS((ops->stream.reached(device, stream, mark), GEMINI_OK));
     KEEPS(ops->stream.sync(device, stream, mark));

@@ -24,6 +24,7 @@
 #include "base/status.h"
 #include "device/cuda_driver.h"
 #include "device/device.h"
+#include "device/sum.h"
 #include "fake_cuda.h"
 
 #define KIB UINT64_C(1024)
@@ -410,6 +411,7 @@ static void test_device_bad_stream_arguments_are_refused(void) {
     CHECK_EQ(ops->queue.copy(device, bad[i], &sum, &out, 8, GMI_COPY_H2D), GEMINI_ERR_INVALID);
     CHECK_EQ(ops->queue.zero(device, bad[i], &sum, 8), GEMINI_ERR_INVALID);
     CHECK_EQ(ops->queue.sum_squares(device, bad[i], &out, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
+    CHECK_EQ(ops->queue.add(device, bad[i], &out, &out, GEMINI_DTYPE_F32, 0), GEMINI_ERR_INVALID);
     if (i == 0) continue; /* a destroyed stream's marks can still be asked for */
     CHECK(!ops->stream.reached(device, bad[i], 1));
     CHECK_EQ(ops->stream.sync(device, bad[i], 1), GEMINI_ERR_INVALID);
@@ -430,6 +432,13 @@ static void test_device_bad_stream_arguments_are_refused(void) {
   CHECK_EQ(ops->queue.sum_squares(device, stream, &out, 4, 1, &sum), GEMINI_ERR_INVALID);
   CHECK_EQ(ops->queue.sum_squares(device, stream, &out, GEMINI_DTYPE_F64, 1, NULL), GEMINI_ERR_INVALID);
   CHECK_EQ(ops->queue.sum_squares(device, stream, NULL, GEMINI_DTYPE_F64, 1, &sum), GEMINI_ERR_INVALID);
+  static _Alignas(16) uint64_t values[4];
+  CHECK_EQ(ops->queue.add(device, stream, values, values + 2, 4, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.add(device, stream, NULL, values, GEMINI_DTYPE_F32, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.add(device, stream, values, NULL, GEMINI_DTYPE_F32, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.add(device, stream, values, values + 1, GEMINI_DTYPE_F64, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.add(device, stream, (char *)values + 2, values + 2, GEMINI_DTYPE_F32, 1), GEMINI_ERR_INVALID);
+  CHECK_EQ(ops->queue.add(device, stream, values, values + 2, GEMINI_DTYPE_F32, UINT64_MAX), GEMINI_ERR_INVALID);
   CHECK_EQ(ops->queue.copy(device, stream, NULL, NULL, 0, GMI_COPY_D2D), GEMINI_OK);
   CHECK_EQ(ops->queue.zero(device, stream, NULL, 0), GEMINI_OK);
   stream_drain(device, stream);
@@ -987,6 +996,46 @@ static void test_device_sum_squares_of_many_pieces_is_the_hosts(void) {
   ops->close(device);
 }
 
+/* Arrays in device memory and in page-locked host memory get the bits of gmi_reduce(), and bytes around them stay. */
+static void test_device_add_has_the_bits_of_the_host(void) {
+  enum { MOST = 65536 /* bytes */ };
+  static const uint32_t widths[] = { 4, 2, 2, 8 };
+  void *device = device_open(16 * MIB, 0, 0);
+  uint64_t size = round_up(device, 4 * MOST), random = 5;
+  uint32_t stream = stream_new(device);
+  unsigned char *memory = memory_new(device, size), *host = host_new(device, size), *before = host_new(device, size);
+  unsigned char *expected = malloc(size);
+  for (int i = 0; i < 200; i++) {
+    const uint32_t dtype = (uint32_t)i % 4, width = widths[dtype];
+    const bool to_host = i / 4 % 2, whole = i % 5 == 0;
+    const uint64_t most = MOST / width - 64, count = whole ? most : check_random(&random) % (i % 3 ? 300 : most);
+    const uint64_t from = 16 * (check_random(&random) % 16),
+                   to = 2 * MOST + (whole ? 0 : width * (check_random(&random) % 16));
+    for (uint64_t at = 0; at < size; at += 2) {
+      uint64_t value = check_random(&random) % 4096; /* finite values that round when they are added, mostly */
+      uint16_t half = (uint16_t)((at / 2 % (width / 2) + 1 == width / 2 ? 0x3000u : 0u) + (value & 0x8FFFu));
+      memcpy(before + at, &half, 2);
+    }
+    memcpy(expected, before, size);
+    gmi_reduce(dtype, GMI_REDUCE_SUM, 2, (const void *const[]){ before + to, before + from }, expected + to, count);
+    copy_in(device, stream, memory, before, size);
+    memcpy(host, before, size);
+    CHECK_EQ(ops->queue.add(device, stream, NULL, NULL, dtype, 0), GEMINI_OK);
+    CHECK_EQ(ops->queue.add(device, stream, (to_host ? host : memory) + to, memory + from, dtype, count), GEMINI_OK);
+    stream_drain(device, stream);
+    if (!to_host) {
+      CHECK_EQ(ops->queue.copy(device, stream, host, memory, size, GMI_COPY_D2H), GEMINI_OK);
+      stream_drain(device, stream);
+    }
+    CHECK(!memcmp(host, expected, size));
+    CHECK(count < 100 || memcmp(host, before, size) != 0);
+  }
+  free(expected);
+  host_delete(device, before, size);
+  host_delete(device, host, size);
+  ops->close(device);
+}
+
 /* Every F16 pattern against arithmetic; infinities and NaNs as such. */
 static void test_sum_squares_converts_every_half(void) {
   for (uint32_t bits = 0; bits < 65536; bits++) {
@@ -1429,6 +1478,7 @@ static void run_all(void) {
   RUN(test_device_random_copies_between_streams_agree_with_model);
   RUN(test_device_sum_squares_is_exact_and_ordered);
   RUN(test_device_sum_squares_of_many_pieces_is_the_hosts);
+  RUN(test_device_add_has_the_bits_of_the_host);
   RUN(test_sum_squares_converts_every_half);
   RUN(test_device_four_threads_share_it);
   RUN(test_device_four_threads_share_one_stream);

@@ -100,6 +100,17 @@ static void test_one_rank_trains_alone(void) {
   fakes_end();
 }
 
+/* Gradients of several micro-batches: a kernel adds them to the sums, on the host and on the GPU. */
+static void test_sums_of_micro_batches_have_the_bits_of_the_model(void) {
+  for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+    fakes_begin();
+    shape_t shape = shape_of(stage == GEMINI_ZERO_GRADIENTS ? 1 : 2, stage, stage == GEMINI_ZERO_PARAMS ? 2 : 4);
+    shape.micro_batches = 1 + stage;
+    run_over_nccl(shape, 0, LONG_NS, trains);
+    fakes_end();
+  }
+}
+
 /* ---- the caller's communicators */
 static nccl_id_t ids[GEMINI_GROUP_COMMS];
 static void ids_make(void) {
@@ -516,6 +527,7 @@ int main(void) {
   RUN(test_training_over_nccl_has_the_bits_of_the_model);
   RUN(test_sums_in_the_order_of_ranks_have_the_bits_of_the_model);
   RUN(test_one_rank_trains_alone);
+  RUN(test_sums_of_micro_batches_have_the_bits_of_the_model);
   RUN(test_training_over_the_callers_communicators);
   RUN(test_training_over_functions_that_queue);
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);

@@ -60,6 +60,7 @@ DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
 UPDATE_LATE = 1
 TRANSPORT_SHARED = 0
 TRANSPORT_NCCL = 1
+GROUP_RANK_ORDER = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
@@ -509,6 +510,10 @@ _OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
 }
 
 
+# Functions that say what else is known when another rank has failed (status "PEER"), or "".
+peer_hints: list[typing.Callable[[], str]] = []
+
+
 class GeminiError(RuntimeError):
     """A call that the library, or this package, refused. Its text says what was refused, and which limit it breaks.
 
@@ -547,6 +552,8 @@ class _Library:
         info = ErrorInfo()
         self.last_error(info)
         said = f"{info.operation.decode()}: {info.message.decode()}" if info.status == status else ""
+        if STATUS.get(status) == "PEER":
+            said = "; ".join(filter(None, [said, *(hint() for hint in peer_hints)]))
         raise GeminiError(
             said or f"{function.__name__}: {STATUS.get(status, status)}",
             STATUS.get(status, str(status)),

@@ -366,26 +366,29 @@ class Manager:
 
         Args:
             ranks: How many there will be.
-            transport: abi.TRANSPORT_SHARED: processes of one machine, on the simulated device.
+            transport: abi.TRANSPORT_SHARED: processes of one machine, on the simulated device. abi.TRANSPORT_NCCL:
+                processes with a GPU each.
 
         Returns:
             The name, for group_open() of every rank.
 
         Raises:
-            GeminiError: There is no memory that processes can share, or a value is out of range.
+            GeminiError: There is no memory that processes can share, or no NCCL, or a value is out of range.
         """
         out = abi.GroupId()
         self.lib.group_id_make(transport, ranks, out)
         return bytes(out.bytes)
 
-    def group_open(self, name: bytes, rank: int, ranks: int, deadline: float = 0.0) -> int:
+    def group_open(self, name: bytes, rank: int, ranks: int, deadline: float = 0.0, rank_order: bool = False) -> int:
         """Joins a group. Blocks until all ranks have.
 
         Args:
             name: What group_id() of rank 0 has returned.
             rank: Of this process, from 0.
             ranks: How many there are.
-            deadline: Seconds that the library waits for a rank that makes no progress. 0: 10 seconds.
+            deadline: Seconds that the library waits for a rank that makes no progress. 0: 10 seconds, over NCCL 60.
+            rank_order: Over NCCL: add in the order of ranks, with the same bits in each run; slower. Over shared
+                memory that is always so.
 
         Returns:
             The group's handle. It ends with the manager, or by group_close().
@@ -394,7 +397,13 @@ class Manager:
             GeminiError: Status "PEER": ranks are missing at the deadline; the message names them.
         """
         identity = abi.GroupId.from_buffer_copy(name)
-        config = abi.GroupConfig(rank=rank, ranks=ranks, id=ctypes.pointer(identity), deadline_ns=round(deadline * 1e9))
+        config = abi.GroupConfig(
+            flags=abi.GROUP_RANK_ORDER if rank_order else 0,
+            rank=rank,
+            ranks=ranks,
+            id=ctypes.pointer(identity),
+            deadline_ns=round(deadline * 1e9),
+        )
         group = ctypes.c_uint64()
         self.lib.group_open(self.handle, config, group)
         return group.value

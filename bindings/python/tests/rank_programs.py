@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import resource
@@ -24,6 +25,15 @@ from conftest import VOCAB, tiny
 from libgemini.torch import checkpoint, slicerule, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
+# "cuda": all ranks on GPUs, over NCCL; the GPU is that of LOCAL_RANK. "cpu": the simulated device.
+DEVICE = os.environ.get("RANK_PROGRAMS_DEVICE", "cpu")
+SECONDS = int(
+    os.environ.get("RANK_PROGRAMS_SECONDS", "0")
+)  # after which a rank says where it hangs, and ends; 0: never
+SIZES = {
+    "cpu": {"chunk_size": "64KiB", "host_memory": "64MiB", "device_memory": "1MiB"},
+    "cuda": {"chunk_size": "2MiB", "host_memory": "512MiB", "device_memory": "192MiB"},
+}[DEVICE]
 
 
 class Choice(nn.ModuleList):
@@ -97,7 +107,49 @@ class Branches(nn.Module):
         return {"loss": (self.last(x).squeeze(-1) - labels).square().mean()}
 
 
+class Gpt(nn.Module):
+    """A small GPT of several chunks of a GPU, whose head is its embedding."""
+
+    def __init__(self, width=256, heads=4, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm_1": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "norm_2": nn.LayerNorm(width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(blocks)
+        )
+        self.norm = nn.LayerNorm(width)
+        for param in (self.tokens.weight, self.places.weight):
+            nn.init.normal_(param, std=0.02)
+
+    def forward(self, input_ids, labels):
+        x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        mask = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool, device=x.device).tril()
+        for block in self.blocks:
+            q, k, v = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for part in block["qkv"](block["norm_1"](x)).chunk(3, -1)
+            )
+            scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+            x = x + block["out"]((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+            x = x + block["down"](nn.functional.gelu(block["up"](block["norm_2"](x))))
+        logits = nn.functional.linear(self.norm(x), self.tokens.weight)[:, :-1]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())}
+
+
 def build(name, dtype="float32"):
+    if name == "gpt":
+        return Gpt().to(getattr(torch, dtype))
     if name == "branches":
         torch.manual_seed(0)
         return Branches().to(getattr(torch, dtype))
@@ -117,9 +169,9 @@ def rows(name, step, begin, end, length=LENGTH, dtype=torch.float32):
     """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
     if name in ("branches", "parallel"):
-        ids = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+        ids = torch.randn(ROWS, WIDTH, generator=generator).to(DEVICE, dtype)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
-    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length]
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length].to(DEVICE)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -171,20 +223,15 @@ def rank_and_count():
 
 
 @contextlib.contextmanager
-def session(zero=3, memory="1MiB", **more):
-    gm.init(
-        device="cpu",
-        strict=True,
-        chunk_size="64KiB",
-        host_memory="64MiB",
-        device_memory=memory,
-        zero=zero,
-        **{"deadline": 30.0, **more},
-    )
+def session(zero=3, memory=None, **more):
+    if memory:
+        more["device_memory"] = memory
+    device = None if DEVICE == "cuda" else "cpu"
+    gm.init(device=device, strict=True, zero=zero, **{"deadline": 30.0, **SIZES, **more})
     try:
         yield gm.session()
     finally:
-        gm.close()
+        gm.close(force=DEVICE == "cuda")  # gradients and losses of torch may be left on a GPU
 
 
 def state(model, optimizer):
@@ -192,7 +239,7 @@ def state(model, optimizer):
     out = {name: value.detach().clone() for name, value in model.state_dict().items()}
     for number, values in optimizer.state_dict()["state"].items():
         out.update({f"{number}.{name}": value for name, value in values.items()})
-    return out
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in out.items()}
 
 
 # ---- programs
@@ -200,7 +247,7 @@ def training(
     *,
     model,
     zero=3,
-    memory="1MiB",
+    memory=None,
     dtype="float32",
     frozen=(),
     wrapped=False,
@@ -208,6 +255,7 @@ def training(
     unit=None,
     optimizer=None,
     adapters=None,
+    rank_order=False,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
@@ -216,7 +264,7 @@ def training(
     """
     rank, count = rank_and_count()
     inputs = {} if branches is None else {"branches": branches[rank]}
-    with session(zero, memory) as opened:
+    with session(zero, memory, rank_order=rank_order) as opened:
         torch.manual_seed(100 + rank)
         made = build(model, dtype)
         for name, param in made.named_parameters():
@@ -456,10 +504,10 @@ def another_model():
         gm.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9 if rank else 10)))
 
 
-def ends(*, point, how):
+def ends(*, point, how, deadline=4.0):
     """Rank 1 is killed, or raises, in the forward pass, the backward pass, or before the step."""
     rank, count = rank_and_count()
-    with session(deadline=4.0):
+    with session(deadline=deadline):
         made = build("branches")
         made, optimizer = gm.prepare(made, adamw(made))
         steps(made, optimizer, "branches", **share(count, rank), count=2)
@@ -541,6 +589,8 @@ def outcome_of(program, arguments):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if SECONDS:
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
     slicerule.PIECE_ELEMENTS = 1000  # so that parameters are updated in several parts
     program, path, arguments = sys.argv[1:]
     torch.save(outcome_of(program, json.loads(arguments)), path)

@@ -13,16 +13,20 @@ import sys
 import pytest
 import torch
 
+import libgemini.torch as gm
 import rank_programs
 from conftest import far_apart, tiny
+from libgemini.torch import ranks as ranks_of_torch
 from test_trainers import source_of, without
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 
 
-def start(where, ranks, program, **arguments):
-    """Starts the ranks of a program of rank_programs.py. Returns their processes and the paths of their outcomes."""
+def start(where, ranks, program, more=None, **arguments):
+    """Starts the ranks of a program of rank_programs.py, with more in the environment. Returns their processes and the
+    paths of their outcomes.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,6 +39,7 @@ def start(where, ranks, program, **arguments):
             "WORLD_SIZE": str(ranks),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
+            **(more or {}),
         }
         paths.append(where / f"{program}-{rank}.pt")
         command = [sys.executable, os.path.join(HERE, "rank_programs.py"), program, paths[-1], json.dumps(arguments)]
@@ -42,11 +47,11 @@ def start(where, ranks, program, **arguments):
     return processes, paths
 
 
-def run(where, ranks, program, **arguments):
+def run(where, ranks, program, more=None, seconds=300, **arguments):
     """The outcome of each rank."""
-    processes, paths = start(where, ranks, program, **arguments)
+    processes, paths = start(where, ranks, program, more, **arguments)
     try:
-        assert [process.wait(300) for process in processes] == [0] * ranks
+        assert [process.wait(seconds) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             process.kill()
@@ -78,7 +83,7 @@ def case_of_optimizer(name):
 
 def by_one_process(model, *, frozen=(), dtype="float32", optimizer=None, **more):
     """What torch alone computes from the whole batch."""
-    made = rank_programs.build(model, dtype)
+    made = rank_programs.build(model, dtype).to(rank_programs.DEVICE)
     for name, param in made.named_parameters():
         param.requires_grad_(not any(part in name for part in frozen))
     optimizer = rank_programs.optimizer_of(made, **(optimizer or {}))
@@ -391,6 +396,49 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
+        assert how != "killed" or f"rank 1 has ended (process {processes[1].pid})" in outcome["text"], outcome
+
+
+class Gpus:
+    """A Ranks, as far as it looks at processes."""
+
+    _refuse_shared_gpus = ranks_of_torch.Ranks._refuse_shared_gpus
+
+    def __init__(self, *processes):
+        self.processes = [ranks_of_torch.Process(f"host{host} pid:[1]", 1, "1", gpu) for host, gpu in processes]
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    Gpus((0, "a"), (0, "b"), (1, "a"))._refuse_shared_gpus()
+    Gpus((0, ""), (0, ""))._refuse_shared_gpus()
+    shared = Gpus((0, "a"), (1, "b"), (1, "b"))
+    with pytest.raises(gm.GeminiError, match="ranks 1 and 2 have the same GPU, b"):
+        shared._refuse_shared_gpus()
+    with pytest.raises(gm.GeminiError, match="rank 0 has a GPU, rank 1 has the simulated device"):
+        Gpus((0, "a"), (0, ""))._refuse_shared_gpus()
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    shared._refuse_shared_gpus()
+
+
+def test_the_gpu_of_a_process(monkeypatch):
+    """By LOCAL_RANK, unless the script has chosen one, or sees one only."""
+    chosen = []
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def choose(current, count, local, group=True):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        return ranks_of_torch.choose_gpu(group or None).index
+
+    assert choose(0, 4, "2") == 2 and chosen == [2]
+    assert [choose(3, 4, "2"), choose(0, 1, "2"), choose(0, 4, "2", group=False)] == [3, 0, 0] and chosen == [2]
+    with pytest.raises(gm.GeminiError, match="LOCAL_RANK is 4, but this process sees 4 GPUs"):
+        choose(0, 4, "4")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert choose(0, 4, "5") == 1
 
 
 def test_what_is_refused(outcomes):

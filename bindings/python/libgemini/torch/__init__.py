@@ -140,6 +140,7 @@ def init(
     process_group: _typing.Any = None,
     zero: int | str = 3,
     deadline: float = 0.0,
+    rank_order: bool = False,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -158,8 +159,9 @@ def init(
         file: A directory on a fast disk, or several with ":" between them, for what fits neither on the device nor on
             the host.
         file_memory: Bytes in these directories.
-        device: A torch device. None: the current GPU if there is one; otherwise the simulated device, which is host
-            memory with a budget, and whose tensors are CPU tensors.
+        device: A torch device. None: the current GPU if there is one, of several processes of a machine that of
+            LOCAL_RANK, unless the script has chosen another one by torch.cuda.set_device(); otherwise the simulated
+            device, which is host memory with a budget, and whose tensors are CPU tensors.
         margin: Bytes of device_memory that stay unused.
         chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
         warmup_iterations: Training steps that are watched before the first plan is made.
@@ -184,7 +186,9 @@ def init(
             under torchrun and has made none. All these processes have to call init().
         zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too;
             "auto": as 3, and the plan chooses how many parameters stay whole on the device between their uses.
-        deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10.
+        deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10, on GPUs 60.
+        rank_order: With several processes on GPUs: add gradients in the order of the processes, with the same bits in
+            each run, in place of an order that NCCL chooses; slower. On the simulated device that is always so.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -205,10 +209,10 @@ def init(
     if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
         host_memory = _ranks.host_share(process_group)
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
-    if device is None:
-        device = _torch.device("cuda", _torch.cuda.current_device()) if cuda else "cpu"
+    if cuda and (device is None or _torch.device(device).index is None):
+        device = _ranks.choose_gpu(process_group)
     owner = Session(
-        device=_torch.device(device),
+        device=_torch.device(device or "cpu"),
         placement=placement,
         device_memory=device_memory,
         host_memory=host_memory,
@@ -227,6 +231,7 @@ def init(
         process_group=process_group,
         zero=_ZERO_AUTO if isinstance(zero, str) else zero,
         deadline=deadline,
+        rank_order=rank_order,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)

@@ -13,6 +13,7 @@ import array
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import socket
 import typing
@@ -48,7 +49,7 @@ def find(process_group: typing.Any) -> typing.Any:
         return None
     if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo")  # also with GPUs, whose bytes the library's own communicators carry
     if process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD
     if process_group is None or dist.get_world_size(process_group) == 1:
@@ -65,6 +66,93 @@ def host_share(process_group: typing.Any) -> int:
     dist.all_gather_object(theirs, mine, group=process_group)
     here = [other for host, other in theirs if host == mine[0]]
     return min(here) // len(here)
+
+
+def choose_gpu(process_group: typing.Any) -> torch.device:
+    """The GPU of this process: the current one, or that of LOCAL_RANK, which becomes the current one.
+
+    Args:
+        process_group: Of several processes, or None.
+
+    Raises:
+        GeminiError: LOCAL_RANK has no GPU.
+    """
+    current, count, local = torch.cuda.current_device(), torch.cuda.device_count(), os.environ.get("LOCAL_RANK", "0")
+    # One that a process sees alone is its own; another one than the first was chosen by the script.
+    if process_group is None or current or count == 1:
+        return torch.device("cuda", current)
+    if not local.isdigit() or int(local) >= count and not may_share_gpus():
+        raise GeminiError(f"LOCAL_RANK is {local}, but this process sees {count} GPUs: start at most as many processes")
+    torch.cuda.set_device(int(local) % count)
+    return torch.device("cuda", int(local) % count)
+
+
+def may_share_gpus() -> bool:
+    """Whether NCCL, 2.30 or later, has been told that several ranks may use one GPU. It is meant for tests."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
+
+
+def load_nccl() -> None:
+    """Loads the NCCL that came with torch, unless one is loaded, installed in the system, or named by GEMINI_NCCL.
+
+    The library then finds it by its name. If there is none, the library says so.
+    """
+    if os.environ.get("GEMINI_NCCL"):
+        return
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnccl.so.2")
+        return
+    found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    for folder in (found.submodule_search_locations or []) if found else []:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(os.path.join(folder, "lib", "libnccl.so.2"))
+
+
+class Process(typing.NamedTuple):
+    """What the other ranks know of a process.
+
+    Attributes:
+        host: The host's name, and which of its spaces of process ids this is.
+        pid: The process id.
+        began: When it began, as /proc says: another process may get the same id.
+        gpu: Its GPU, or "" on the simulated device.
+    """
+
+    host: str
+    pid: int
+    began: str
+    gpu: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> Process:
+        """This process."""
+        space = ""
+        with contextlib.suppress(OSError):
+            space = os.readlink("/proc/self/ns/pid")
+        gpu = ""
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            index = device.index or 0
+            gpu = str(getattr(properties, "uuid", "")) or (visible[index] if index < len(visible) else "") or str(index)
+        return cls(f"{socket.gethostname()} {space}", os.getpid(), cls._state(os.getpid())[1], gpu)
+
+    @staticmethod
+    def _state(pid: int) -> tuple[str, str]:
+        """The state of a process of this host and when it began; "" if there is none, or if that cannot be known."""
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            return fields[0], fields[19]
+        except (OSError, IndexError):
+            return "", ""
+
+    def has_ended(self, mine: Process) -> bool:
+        """Whether it is known to have ended. Of processes of other hosts it is not known."""
+        if self.host != mine.host or not self.began:
+            return False
+        state, began = self._state(self.pid)
+        return began != self.began or state in ("Z", "X")
 
 
 class SlicedPlace(Place):
@@ -155,7 +243,8 @@ class SlicedPlace(Place):
         """As of a place; this rank writes what it keeps."""
         flat = self.in_order(values.detach())
         for first, piece in self.host_pieces(abi.WRITE):
-            piece.copy_(flat[first : first + piece.numel()])
+            # From a GPU by way of torch's own memory: see Place.write().
+            piece.copy_(flat[first : first + piece.numel()].cpu())
 
 
 class Ranks:
@@ -164,20 +253,24 @@ class Ranks:
     Attributes:
         rank: This process's number.
         count: How many ranks there are.
-        group: The library's handle of the group.
+        group: The library's handle of the group: over NCCL on GPUs, over shared memory on the simulated device.
+        processes: Of all ranks.
         stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too, abi.ZERO_AUTO: as 3.
         storing: Whether a gradient is being stored.
     """
 
     place_type = SlicedPlace  # of divided arenas
 
-    def __init__(self, session: Session, process_group: typing.Any, stage: int, deadline: float) -> None:
+    def __init__(
+        self, session: Session, process_group: typing.Any, stage: int, deadline: float, rank_order: bool
+    ) -> None:
         """
         Args:
             session: Whose manager is open.
             process_group: A process group of torch.distributed, whose ranks these are.
             stage: 1, 2, 3 or abi.ZERO_AUTO.
-            deadline: Seconds to wait for a rank that makes no progress. 0: 10.
+            deadline: Seconds to wait for a rank that makes no progress. 0: 10, over NCCL 60.
+            rank_order: Over NCCL: whether sums are in the order of ranks.
         """
         self.session = session
         self.process_group = process_group
@@ -187,9 +280,64 @@ class Ranks:
         self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
         self.taken = False  # a step has used the gradients
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
-        name = [session.manager.group_id(self.count)] if self.rank == 0 else [None]
-        dist.broadcast_object_list(name, dist.get_global_rank(process_group, 0), group=process_group)
-        self.group = session.manager.group_open(typing.cast(bytes, name[0]), self.rank, self.count, deadline)
+        if session.cuda:
+            load_nccl()
+        theirs: list[typing.Any] = [None] * self.count
+        with self._on_gpu():
+            dist.all_gather_object(theirs, Process.here(session.device), group=process_group)
+        self.processes: list[Process] = theirs
+        self._refuse_shared_gpus()
+        self.group = session.manager.group_open(self._group_id(), self.rank, self.count, deadline, rank_order)
+        abi.peer_hints.append(self._ended)
+
+    def close(self) -> None:
+        """The session ends."""
+        if self._ended in abi.peer_hints:
+            abi.peer_hints.remove(self._ended)
+
+    def _on_gpu(self) -> typing.ContextManager[None]:
+        """A context manager: the session's GPU is the current one, where a process group of NCCL puts what it sends."""
+        return torch.cuda.device(self.session.device) if self.session.cuda else contextlib.nullcontext()
+
+    def _refuse_shared_gpus(self) -> None:
+        """Raises GeminiError, on all ranks, if two have the same GPU or only some have one."""
+        first: dict[tuple[str, str], int] = {}
+        for rank, process in enumerate(self.processes):
+            if bool(process.gpu) != bool(self.processes[0].gpu):
+                some = ["a GPU" if one.gpu else "the simulated device" for one in (self.processes[0], process)]
+                raise GeminiError(f"rank 0 has {some[0]}, rank {rank} has {some[1]}: want the same sort on all", "PEER")
+            other = first.setdefault((process.host.partition(" ")[0], process.gpu), rank)
+            if process.gpu and other != rank and not may_share_gpus():
+                raise GeminiError(
+                    f"ranks {other} and {rank} have the same GPU, {process.gpu}: give each its own, by LOCAL_RANK, "
+                    "torch.cuda.set_device(), device= or CUDA_VISIBLE_DEVICES",
+                    "INVALID",
+                )
+
+    def _group_id(self) -> bytes:
+        """Brings the id that rank 0 makes to all ranks, or the error that it met."""
+        made: list[typing.Any] = [None]
+        if self.rank == 0:
+            transport = abi.TRANSPORT_NCCL if self.session.cuda else abi.TRANSPORT_SHARED
+            try:
+                made = [self.session.manager.group_id(self.count, transport)]
+            except GeminiError as error:
+                made = [error]
+        with self._on_gpu():
+            root = dist.get_global_rank(self.process_group, 0)
+            sent = [(str(made[0]), made[0].status) if isinstance(made[0], GeminiError) else made[0]]
+            dist.broadcast_object_list(sent, root, group=self.process_group)
+        if isinstance(made[0], GeminiError):
+            raise made[0]
+        if isinstance(sent[0], tuple):
+            raise GeminiError(f"rank 0: {sent[0][0]}", sent[0][1])
+        return typing.cast(bytes, sent[0])
+
+    def _ended(self) -> str:
+        """Which processes of this host have ended, in words. NCCL does not tell."""
+        mine = self.processes[self.rank]
+        gone = [rank for rank, one in enumerate(self.processes) if rank != self.rank and one.has_ended(mine)]
+        return ", ".join(f"rank {rank} has ended (process {self.processes[rank].pid})" for rank in gone)
 
     # ---- what ranks tell each other
     def exchange(self, mine: bytes) -> list[bytes]:
@@ -212,7 +360,8 @@ class Ranks:
         """
         theirs: list[typing.Any] = [None] * self.count
         try:
-            dist.all_gather_object(theirs, mine, group=self.process_group)
+            with self._on_gpu():
+                dist.all_gather_object(theirs, mine, group=self.process_group)
         except RuntimeError:
             self.exchange(b"\0")  # which says what has become of the other rank
             raise
@@ -274,12 +423,19 @@ class Ranks:
         )
 
     def share_buffers(self, module: torch.nn.Module) -> None:
-        """Gives the buffers of rank 0 to all ranks, as DistributedDataParallel does."""
+        """Gives the buffers of rank 0 to all ranks, as DistributedDataParallel does.
+
+        As objects, which any process group takes: one of NCCL has no tensors of the CPU, one of gloo few of a GPU.
+        """
         for buffer in module.buffers():
             if buffer.numel() and not buffer.is_meta and not hasattr(buffer, "_gm_place"):
-                values = buffer.detach().contiguous()
-                dist.broadcast(values, dist.get_global_rank(self.process_group, 0), group=self.process_group)
-                buffer.data.copy_(values)
+                values = [buffer.detach().cpu().contiguous() if self.rank == 0 else None]
+                with self._on_gpu():
+                    dist.broadcast_object_list(
+                        values, dist.get_global_rank(self.process_group, 0), group=self.process_group
+                    )
+                if self.rank:
+                    buffer.data.copy_(typing.cast(torch.Tensor, values[0]))
 
     def renew_master(self, place: Place, master: Place, unsure: bool) -> None:
         """Makes this rank's slices of fp32 copies what the parameters are. See Record.renew_master()."""

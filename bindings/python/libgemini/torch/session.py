@@ -71,6 +71,7 @@ class Session:
         process_group: typing.Any,
         zero: int,
         deadline: float,
+        rank_order: bool,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
@@ -110,7 +111,7 @@ class Session:
         self.ranks: Ranks | None = None  # see ranks.py; None: there is one process
         if process_group is not None:
             try:
-                self.ranks = Ranks(self, process_group, zero, deadline)
+                self.ranks = Ranks(self, process_group, zero, deadline, rank_order)
             except BaseException:
                 self.manager.close()
                 raise
@@ -198,7 +199,10 @@ class Session:
         if self.cuda:
             torch.cuda.synchronize(self.device)
         for stream in self.holds.streams.values():
-            self.lib.stream_destroy(self.handle, stream)
+            with self._without_ranks():
+                self.lib.stream_destroy(self.handle, stream)
+        if self.ranks:
+            self.ranks.close()
         with self._without_ranks():
             self.manager.close()
 

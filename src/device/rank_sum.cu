@@ -1,4 +1,5 @@
-/* Sums and maxima over ranks on a GPU, with the bits of gmi_reduce() in sum.c. SPDX-License-Identifier: Apache-2.0
+/* Sums and maxima over ranks, or of two arrays, on a GPU, with the bits of gmi_reduce() in sum.c.
+ * SPDX-License-Identifier: Apache-2.0
  *
  * The build does not compile this file: it embeds rank_sum.ptx, which cmake/ptx.py makes from it.
  *

@@ -1,4 +1,5 @@
-/* The kernel of rank_sum.cu, which adds the values of ranks in their order. SPDX-License-Identifier: Apache-2.0 */
+/* The kernel of rank_sum.cu, which adds the values of ranks, or of two arrays, in their order.
+ * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_RANK_SUM_H
 #define GMI_RANK_SUM_H
 

@@ -1,6 +1,6 @@
 /* Sums and maxima over ranks, in tiles of values that are converted to float, combined and converted back.
  * SPDX-License-Identifier: Apache-2.0 */
-#include "comm/sum.h"
+#include "device/sum.h"
 
 #include <math.h>
 #include <string.h>
