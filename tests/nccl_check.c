@@ -1,13 +1,16 @@
 /* Communicators over the machine's own NCCL, a process for each GPU, against gmi_reduce() on the host. Built and run by
  * nccl_check.sh. SPDX-License-Identifier: Apache-2.0
  *
- * nccl_check [--threads] [RANKS...]: groups of these sizes; without any, 2 to the number of GPUs. --threads runs the
- * ranks as threads of one process that share the GPUs, which only the stand-ins of the unit tests allow. Exits 77 if
- * there are fewer than 2 GPUs or no NCCL. */
+ * nccl_check [--threads] [--shared-gpu] [RANKS...]: groups of these sizes; without any, 2 to the number of GPUs.
+ * --threads runs the ranks as threads of one process that share the GPUs, which only the stand-ins of the unit tests
+ * allow. --shared-gpu runs the processes, 2 to 4, without RANKS 2 and 3, all on GPU 0, with
+ * NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment; they take turns there, so that all is small and may take long. Exits
+ * 77 if there are fewer GPUs than that, or no NCCL, or for --shared-gpu none of version 2.30 or later. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "base/clock.h"
@@ -19,8 +22,6 @@
 
 #define MIB (UINT64_C(1) << 20)
 #define NS_PER_S UINT64_C(1000000000)
-#define DEADLINE_NS (30 * NS_PER_S) /* where nothing goes wrong */
-#define FAULT_DEADLINE_NS (5 * NS_PER_S)
 enum { MOST_RANKS = 16, PERIOD = 65521 /* values after which the ranks' bytes repeat */, KILLED_AFTER = 20 };
 
 /* ---- what all ranks see */
@@ -30,9 +31,12 @@ static struct {
   _Atomic uint32_t calls; /* of the rank that is killed */
   _Atomic uint64_t killed_ns;
 } *shared;
-static bool threads;
-static uint64_t most_bytes = 64 * MIB; /* of a chunk; 8 MiB among threads */
+static bool threads, shared_gpu;
+static uint64_t most_bytes = 64 * MIB;       /* of a chunk; less among threads and on a shared GPU */
+static uint64_t deadline_ns = 30 * NS_PER_S; /* where nothing goes wrong */
+static uint64_t fault_deadline_ns = 5 * NS_PER_S;
 static uint32_t gpus;
+enum { SHARED_RANKS = 4, NCCL_SHARES_GPUS = 23000 /* version */ };
 
 /* ---- a rank */
 typedef struct rank {
@@ -67,8 +71,8 @@ static void *device_memory(rank_t *r, cu_memory_t *memory_out) {
   CU(r->driver->memory_access(base, buffer_bytes(), &access, 1));
   return (void *)(uintptr_t)base;
 }
-static void join(rank_t *r, uint64_t deadline_ns, bool rank_order) {
-  r->config.deadline_ns = deadline_ns;
+static void join(rank_t *r, uint64_t within_ns, bool rank_order) {
+  r->config.deadline_ns = within_ns;
   r->config.rank_order = rank_order;
   pthread_barrier_wait(&shared->barrier);
   if (!r->config.rank) OK(gmi_comm_nccl_id(&shared->id));
@@ -119,7 +123,7 @@ static bool settled(rank_t *r, uint64_t most_ns) {
   CU(r->driver->event_destroy(event));
   return true;
 }
-static void settle(rank_t *r) { CHECK(settled(r, DEADLINE_NS)); }
+static void settle(rank_t *r) { CHECK(settled(r, deadline_ns)); }
 static void to_device(rank_t *r, uint64_t bytes) {
   CU(r->driver->copy_h2d(address_of(r->buffer), r->host, bytes, r->stream));
 }
@@ -189,8 +193,8 @@ static void reduce_once(rank_t *r, uint64_t bytes, uint32_t dtype, gmi_reduce_t 
   free(expected);
 }
 static void reductions(rank_t *r) {
-  const uint64_t sizes[] = { 8, 4104, MIB, most_bytes / 4 + 8, most_bytes };
-  for (int i = 0; i < 5; i++)
+  const uint64_t sizes[] = { 8, most_bytes, 4104, MIB, most_bytes / 4 + 8 };
+  for (int i = 0; i < (shared_gpu ? 2 : 5); i++)
     for (uint32_t dtype = 0; dtype < 4; dtype++)
       for (int how = 0; how < 3; how++)
         for (int scatter = 0; scatter < 2; scatter++) reduce_once(r, sizes[i], dtype, (gmi_reduce_t)how, scatter);
@@ -243,13 +247,13 @@ static void exchanges(rank_t *r) {
   }
 }
 static void check_values(rank_t *r) {
-  join(r, DEADLINE_NS, true);
+  join(r, deadline_ns, true);
   gathers(r);
   broadcasts(r);
   reductions(r);
   exchanges(r);
   leave(r);
-  join(r, DEADLINE_NS, false);
+  join(r, deadline_ns, false);
   reductions(r);
   leave(r);
 }
@@ -264,7 +268,7 @@ static void check_adopted(rank_t *r) {
   if (!r->config.rank) OK(gmi_comm_nccl_id(&shared->id));
   pthread_barrier_wait(&shared->barrier);
   memcpy(&id, &shared->id, sizeof id);
-  r->config.deadline_ns = DEADLINE_NS;
+  r->config.deadline_ns = deadline_ns;
   r->config.rank_order = true;
   CHECK_EQ(library->init_rank_config(&theirs, (int)r->config.ranks, id, (int)r->config.rank, &settings), 0);
   for (int i = 0; i < 2; i++) {
@@ -295,7 +299,7 @@ static void time_all(rank_t *r, uint64_t bytes) {
   OK(r->comm.ops->all_reduce(r->comm.self, r->buffer, bytes / 2, GEMINI_DTYPE_BF16, GMI_REDUCE_SUM, r->stream, "time"));
 }
 static void time_one(rank_t *r, const char *name, timed_fn fn, uint64_t bytes) {
-  const int calls = threads ? 3 : 100;
+  const int calls = threads || shared_gpu ? 3 : 100;
   cu_event_t begin, end;
   float ms = 0;
   CU(r->driver->event_create(&begin, 0));
@@ -322,7 +326,7 @@ static void check_times(rank_t *r) {
   to_device(r, most_bytes);
   for (int ordered = 0; ordered < 2; ordered++) {
     uint64_t from = gmi_now_ns();
-    join(r, DEADLINE_NS, ordered);
+    join(r, deadline_ns, ordered);
     if (!r->comm.rank) printf("  joined in %.2f s\n", (double)(gmi_now_ns() - from) / 1e9);
     for (int i = 0; i < 3 && !ordered; i++) time_one(r, "all-gather", time_gather, sizes[i]);
     for (int i = 0; i < 3; i++)
@@ -330,8 +334,9 @@ static void check_times(rank_t *r) {
     for (int i = 0; i < 3; i++) time_one(r, ordered ? "all-reduce, rank order" : "all-reduce", time_all, sizes[i]);
     uint64_t all[MOST_RANKS], mine = 0;
     from = gmi_now_ns();
-    for (int i = 0; i < 100; i++) OK(r->comm.ops->exchange(r->comm.self, &mine, 8, all, "time"));
-    if (!r->comm.rank) printf("  exchange of 8 bytes: %.1f us\n", (double)(gmi_now_ns() - from) / 1e5);
+    const int calls = shared_gpu ? 10 : 100;
+    for (int i = 0; i < calls; i++) OK(r->comm.ops->exchange(r->comm.self, &mine, 8, all, "time"));
+    if (!r->comm.rank) printf("  exchange of 8 bytes: %.1f us\n", (double)(gmi_now_ns() - from) / 1e3 / calls);
     leave(r);
   }
 }
@@ -343,13 +348,13 @@ static void check_gone(rank_t *r, gemini_status_t status, uint64_t begin_ns, con
   uint64_t now = gmi_now_ns(), failed_ns = now - begin_ns;
   CHECK_EQ(status, GEMINI_ERR_PEER);
   printf("  rank %u, %s: failed after %.1f s: %s\n", r->comm.rank, what, (double)failed_ns / 1e9, gmi_fail_message());
-  CHECK(failed_ns <= FAULT_DEADLINE_NS + 5 * NS_PER_S);
+  CHECK(failed_ns <= fault_deadline_ns + 5 * NS_PER_S);
   CHECK_EQ(r->comm.ops->all_gather(r->comm.self, r->buffer, 8, r->stream, "later"), GEMINI_ERR_PEER);
   uint64_t mine = 0, all[MOST_RANKS];
   CHECK_EQ(r->comm.ops->exchange(r->comm.self, &mine, 8, all, "later"), GEMINI_ERR_PEER);
   leave(r);
   uint64_t closed_ns = gmi_now_ns() - now;
-  CHECK(closed_ns <= 3 * FAULT_DEADLINE_NS + 5 * NS_PER_S);
+  CHECK(closed_ns <= 3 * fault_deadline_ns + 5 * NS_PER_S);
   CHECK(settled(r, 5 * NS_PER_S)); /* the kernels have ended */
   printf("  rank %u, %s: closed after %.1f s\n", r->comm.rank, what, (double)closed_ns / 1e9);
   fflush(stdout);
@@ -375,12 +380,12 @@ static void work(rank_t *r, bool exchanging) {
   check_gone(r, status, shared->killed_ns, exchanging ? "in exchanges" : "in gathers");
 }
 static void work_in_gathers(rank_t *r) {
-  join(r, FAULT_DEADLINE_NS, false);
+  join(r, fault_deadline_ns, false);
   work(r, false);
   if (r->comm.rank == victim_of(r)) leave(r);
 }
 static void work_in_exchanges(rank_t *r) {
-  join(r, FAULT_DEADLINE_NS, false);
+  join(r, fault_deadline_ns, false);
   work(r, true);
   if (r->comm.rank == victim_of(r)) leave(r);
 }
@@ -395,7 +400,7 @@ static void *abort_soon(void *user) {
 static void check_abort(rank_t *r) {
   uint64_t mine = 0, all[MOST_RANKS], begin;
   pthread_t thread;
-  join(r, FAULT_DEADLINE_NS, false);
+  join(r, fault_deadline_ns, false);
   OK(r->comm.ops->exchange(r->comm.self, &mine, 8, all, "all"));
   if (!r->comm.rank) {
     begin = gmi_now_ns();
@@ -412,11 +417,11 @@ static void check_abort(rank_t *r) {
 }
 
 /* ---- groups */
-static void *alarm_main(void *user) {
-  (void)user;
-  sleep(540);
-  fprintf(stderr, "a rank hangs\n");
-  exit(1);
+static void hangs(int signal) {
+  static const char words[] = "a rank hangs: the check ends after 540 s\n";
+  (void)signal;
+  (void)!write(2, words, sizeof words - 1);
+  _exit(1); /* processes of other ranks end with this one */
 }
 static void run_threads(uint32_t ranks, void (*fn)(rank_t *r)) {
   pthread_t made[MOST_RANKS];
@@ -433,6 +438,7 @@ static void run_processes(uint32_t ranks, void (*fn)(rank_t *r), bool kills) {
   bool failed = false;
   for (uint32_t r = 0; r < ranks; r++) {
     if ((pids[r] = fork_child())) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     rank_t rank = { .fn = fn, .config = { .rank = r, .ranks = ranks } };
     rank_main(&rank);
     exit(0);
@@ -486,6 +492,10 @@ static uint32_t count_gpus(void) {
       exit(0);
     }
     printf("%d GPUs, NCCL %d.%d.%d\n", count, version / 10000, version % 10000 / 100, version % 100);
+    if (shared_gpu && version < NCCL_SHARES_GPUS) {
+      printf("NCCL 2.30 or later is needed for processes that share a GPU\n");
+      exit(0);
+    }
     exit(count < MOST_RANKS ? count : MOST_RANKS);
   }
   int end;
@@ -504,23 +514,35 @@ static void check_group(uint32_t ranks) {
 }
 
 int main(int argc, char **argv) {
-  pthread_t watch;
   bool any = false;
+  int first = 1;
   shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   CHECK(shared != MAP_FAILED);
-  threads = argc > 1 && !strcmp(argv[1], "--threads");
+  for (; first < argc && argv[first][0] == '-'; first++) {
+    if (!strcmp(argv[first], "--threads")) threads = true;
+    else if (!strcmp(argv[first], "--shared-gpu")) shared_gpu = true;
+    else CHECK(!"an option that there is");
+  }
   if (threads) most_bytes = 8 * MIB;
+  if (shared_gpu) { /* kernels that wait for those of another process keep the GPU until its turn is over */
+    most_bytes = 4 * MIB;
+    deadline_ns = 120 * NS_PER_S;
+    fault_deadline_ns = 15 * NS_PER_S;
+  }
   gpus = count_gpus();
-  if (gpus < 2) {
-    printf("skipped: needs 2 GPUs and NCCL\n");
+  if (gpus < (shared_gpu ? 1 : 2)) {
+    printf("skipped: needs %s\n", shared_gpu ? "a GPU and NCCL 2.30" : "2 GPUs and NCCL");
     return 77;
   }
-  if (threads) CHECK(!pthread_create(&watch, NULL, alarm_main, NULL));
-  for (int i = threads ? 2 : 1; i < argc; i++, any = true) {
+  if (shared_gpu) gpus = 1;
+  signal(SIGALRM, hangs);
+  alarm(540);
+  const uint32_t most = threads ? MOST_RANKS : shared_gpu ? SHARED_RANKS : gpus;
+  for (int i = first; i < argc; i++, any = true) {
     uint32_t ranks = (uint32_t)strtoul(argv[i], NULL, 10);
-    CHECK(ranks >= 2 && ranks <= MOST_RANKS && (threads || ranks <= gpus));
+    CHECK(ranks >= 2 && ranks <= most);
     check_group(ranks);
   }
-  for (uint32_t ranks = 2; !any && ranks <= gpus; ranks++) check_group(ranks);
+  for (uint32_t ranks = 2; !any && ranks <= (shared_gpu ? 3 : gpus); ranks++) check_group(ranks);
   return 0;
 }

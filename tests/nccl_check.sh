@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Builds nccl_check.c with the plain compiler and runs it over this machine's NCCL, a process for each GPU.
-# tests/nccl_check.sh [--fake] [--library DIR] [LOG_DIR [RANKS...]]: groups of these sizes; without any, 2 to the number of
-# GPUs. The log is LOG_DIR/nccl_check.log. Needs a C compiler, the driver and libnccl.so.2, no toolkit and no network. Exits 77 without
-# 2 GPUs or NCCL. SPDX-License-Identifier: Apache-2.0
+# tests/nccl_check.sh [--fake] [--shared-gpu] [--library DIR] [LOG_DIR [RANKS...]]: groups of these sizes; without any, 2 to
+# the number of GPUs. The log is LOG_DIR/nccl_check.log. Needs a C compiler, the driver and libnccl.so.2, no toolkit and no
+# network. Exits 77 without 2 GPUs or NCCL. SPDX-License-Identifier: Apache-2.0
 #
 #   GEMINI_NCCL=DIR  the folder of libnccl.so.2; without it the linker's, then that of the package nvidia-nccl-cu12 or
 #                    nvidia-nccl-cu13 of python3
+#   --shared-gpu     all processes, 2 to 4, without RANKS 2 and 3, on GPU 0, which NCCL 2.30 and later can do
+#                    (NCCL_MULTI_RANK_GPU_ENABLE=1); exits 77 with an older one. They take turns: times say nothing
 #   --library DIR    the folder of a libgemini.so: groups of its managers train a small model, too
 #   --fake           the stand-ins of the unit tests for NCCL and the driver, with threads for processes; no rank is
 #                    killed, it stays away instead
@@ -13,7 +15,14 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 fake=0
 library=
+arguments=()
 if [[ ${1:-} == --fake ]]; then fake=1; shift; fi
+if [[ ${1:-} == --shared-gpu ]]; then
+  arguments+=(--shared-gpu)
+  # Kernels of all communicators of all ranks wait for each other on one GPU: each is to be small.
+  export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-2} NCCL_NVLS_ENABLE=0
+  shift
+fi
 if [[ ${1:-} == --library ]]; then library=$(cd "$2" && pwd) || exit 1; shift 2; fi
 logs=${1:-build/nccl}
 mkdir -p "$logs"
@@ -38,7 +47,6 @@ ptx src/device/rank_sum.ptx gmi_rank_sum_ptx >"$work/rank_sum_ptx.c"
 build nccl_check tests/nccl_check.c src/comm/*.c src/device/*.c src/base/*.c "$work/sum_squares_ptx.c" \
   "$work/rank_sum_ptx.c"
 
-arguments=()
 if ((fake)); then
   shared=(-shared -fPIC "-Wl,-rpath,$work" src/device/sum.c src/base/check.c)
   build libcuda.so.1 "${shared[@]}" -Wl,-soname,libcuda.so.1 tests/reference/fake_cuda.c src/device/sum_squares.c
@@ -46,7 +54,7 @@ if ((fake)); then
   folder=$work
   arguments+=(--threads)
 elif [[ ${GEMINI_NCCL:-} ]]; then
-  folder=$GEMINI_NCCL
+  folder=$(cd "$GEMINI_NCCL" && pwd) || exit 1
 elif ! ldconfig -p 2>/dev/null | grep -q 'libnccl\.so\.2'; then
   folder=$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0] + "/lib")' 2>/dev/null)
 fi
@@ -92,7 +100,7 @@ END
   "$work/header" || { echo "header: NCCL's is not as nccl_library.h says"; exit 1; }
   echo "header: as NCCL's"
 fi
-export LD_LIBRARY_PATH=${folder:+$folder:}${LD_LIBRARY_PATH:-}
+export LD_LIBRARY_PATH=${folder:+$folder:}${LD_LIBRARY_PATH:-} GEMINI_NCCL=${folder:-}
 "$work/nccl_check" "${arguments[@]}" "${@:2}" 2>&1 | tee "$logs/nccl_check.log"
 status=${PIPESTATUS[0]}
 if ((status == 0)) && [[ $library ]]; then

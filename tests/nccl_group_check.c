@@ -2,26 +2,28 @@
  * every rank computes by itself; and a rank that is killed. Only public headers, the shared library and the driver.
  * Built and run by nccl_check.sh. SPDX-License-Identifier: Apache-2.0
  *
- * nccl_group_check [--threads] RANKS...: groups of these sizes. --threads runs the ranks as threads of one process, which
- * only the stand-ins of the unit tests allow; no rank is killed then. Rank r uses GPU r, of threads r modulo 2. */
+ * nccl_group_check [--threads] [--shared-gpu] RANKS...: groups of these sizes. --threads runs the ranks as threads of one
+ * process, which only the stand-ins of the unit tests allow; no rank is killed then. Rank r uses GPU r, of threads r
+ * modulo 2, with --shared-gpu always 0: see nccl_check.c. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "fork.h"
 #include "integration/group_world.h"
 
 #define NS_PER_S UINT64_C(1000000000)
-#define DEADLINE_NS (5 * NS_PER_S) /* where a rank is killed */
-enum { MOST_RANKS = RANKS_MOST, SCALE = 32, KILLED_IN_STEP = 2 };
+enum { MOST_RANKS = RANKS_MOST, SCALE = 32, SHARED_LAYERS = 8, KILLED_IN_STEP = 2 };
 
 static struct shared {
   pthread_barrier_t barrier;
   gemini_group_id_t id;
   _Atomic uint64_t killed_ns; /* Atomic: when the last rank is about to be killed; 0: not yet */
 } *shared;
-static bool threads;
+static bool threads, shared_gpu;
+static uint64_t deadline_ns = 5 * NS_PER_S; /* where a rank is killed */
 
 /* ---- the driver: as much as copies need */
 typedef void *handle_t;
@@ -94,6 +96,7 @@ static void meet(check_rank_t *c) {
   c->group.id = &shared->id;
   c->group.flags = c->flags;
 }
+static uint32_t gpu_of(const check_rank_t *c) { return shared_gpu ? 0 : threads ? c->rank % 2 : c->rank; }
 static shape_t shape_of(const check_rank_t *c, uint32_t stage, uint32_t element_bytes) {
   return (shape_t){ .ranks = c->ranks,
                     .stage = stage,
@@ -102,26 +105,31 @@ static shape_t shape_of(const check_rank_t *c, uint32_t stage, uint32_t element_
                     .host_chunks = 64,
                     .unused = stage == GEMINI_ZERO_PARAMS,
                     .device = GEMINI_DEVICE_CUDA,
-                    .ordinal = threads ? c->rank % 2 : c->rank,
+                    .ordinal = gpu_of(c),
                     .copy = copy,
                     .scale = SCALE,
-                    .layers = SCALE };
+                    .layers = shared_gpu ? SHARED_LAYERS : SCALE };
+}
+static void train(check_rank_t *c, uint32_t stage, uint32_t flags, uint32_t micro_batches) {
+  const uint32_t bytes = stage == GEMINI_ZERO_GRADIENTS ? 2 : 4;
+  c->flags = flags;
+  meet(c);
+  shape_t shape = shape_of(c, stage, bytes);
+  shape.micro_batches = micro_batches;
+  uint64_t begin = now_ns();
+  train_rank(&shape, c->rank, c->group, c->fd);
+  if (c->rank) return;
+  printf("  %u ranks, stage %u, %u bytes, %s, %u micro-batches: %d steps ok after %.2f s\n", c->ranks, stage, bytes,
+         flags ? "rank order" : "NCCL's order", micro_batches ? micro_batches : 1, STEPS,
+         (double)(now_ns() - begin) / 1e9);
+  fflush(stdout);
 }
 /* NCCL's own sums have the bits of the model only of two ranks. */
 static void trains(check_rank_t *c) {
-  for (uint32_t flags = c->ranks > 2 ? GEMINI_GROUP_RANK_ORDER : 0; flags <= GEMINI_GROUP_RANK_ORDER; flags++) {
-    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
-      const uint32_t bytes = stage == GEMINI_ZERO_GRADIENTS ? 2 : 4;
-      c->flags = flags;
-      meet(c);
-      const shape_t shape = shape_of(c, stage, bytes);
-      uint64_t begin = now_ns();
-      train_rank(&shape, c->rank, c->group, c->fd);
-      if (!c->rank)
-        printf("  %u ranks, stage %u, %u bytes, %s: %d steps ok after %.2f s\n", c->ranks, stage, bytes,
-               flags ? "rank order" : "NCCL's order", STEPS, (double)(now_ns() - begin) / 1e9);
-    }
-  }
+  for (uint32_t flags = c->ranks > 2 ? GEMINI_GROUP_RANK_ORDER : 0; flags <= GEMINI_GROUP_RANK_ORDER; flags++)
+    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) train(c, stage, flags, 0);
+  for (uint32_t stage = threads ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++)
+    train(c, stage, GEMINI_GROUP_RANK_ORDER, 2);
 }
 
 /* The last rank ends in the middle of a step. */
@@ -129,7 +137,7 @@ static void is_killed(check_rank_t *c) {
   rank_t *k = malloc(sizeof *k);
   gemini_status_t status = GEMINI_OK;
   meet(c);
-  c->group.deadline_ns = DEADLINE_NS;
+  c->group.deadline_ns = deadline_ns;
   const shape_t shape = shape_of(c, GEMINI_ZERO_PARAMS, 4);
   rank_open(k, &shape, c->rank, c->group);
   for (uint32_t n = 0; n < KILLED_IN_STEP; n++) CHECK_OK(step(k, n, true));
@@ -142,13 +150,13 @@ static void is_killed(check_rank_t *c) {
   CHECK_EQ(status, GEMINI_ERR_PEER);
   printf("  rank %u: failed after %.1f s: %s\n", c->rank, (double)(failed_ns - shared->killed_ns) / 1e9,
          world_error().message);
-  CHECK(failed_ns - shared->killed_ns < DEADLINE_NS + 10 * NS_PER_S);
+  CHECK(failed_ns - shared->killed_ns < deadline_ns + 10 * NS_PER_S);
   CHECK_STATUS(gemini_stream_synchronize(k->w.mgr, k->w.stream), GEMINI_ERR_PEER);
   CHECK_EQ(atomic_load(&k->wrong_on_host), 0);
   gemini_status_t closed = gemini_manager_close(k->w.mgr);
   if (closed && closed != GEMINI_ERR_PEER && closed != GEMINI_ERR_DEVICE) CHECK_OK(closed);
   printf("  rank %u: closed after %.1f s\n", c->rank, (double)(now_ns() - failed_ns) / 1e9);
-  CHECK(now_ns() - failed_ns < 10 * DEADLINE_NS);
+  CHECK(now_ns() - failed_ns < 10 * deadline_ns);
   fflush(stdout);
   model_free(k);
   free(k);
@@ -159,8 +167,8 @@ static void *rank_main(void *user) {
   if (!threads) {
     int device;
     driver_open();
-    CHECK_EQ(driver.device_get(&device, (int)c->rank), 0);
-    CHECK_EQ(driver.retain(&contexts[c->rank], device), 0);
+    CHECK_EQ(driver.device_get(&device, (int)gpu_of(c)), 0);
+    CHECK_EQ(driver.retain(&contexts[gpu_of(c)], device), 0);
   }
   c->fn(c);
   return NULL;
@@ -181,6 +189,7 @@ static void run_processes(uint32_t ranks, void (*fn)(check_rank_t *c), int fd, b
   bool failed = false;
   for (uint32_t r = 0; r < ranks; r++) {
     if ((pids[r] = fork_child())) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     check_rank_t c = { .fn = fn, .rank = r, .ranks = ranks, .fd = fd };
     rank_main(&c);
     exit(0);
@@ -212,8 +221,23 @@ static void run(uint32_t ranks, const char *name, void (*fn)(check_rank_t *c), b
   close(fd);
 }
 
+static void hangs(int signal) {
+  static const char words[] = "a rank hangs: the check ends after 540 s\n";
+  (void)signal;
+  (void)!write(2, words, sizeof words - 1);
+  _exit(1); /* processes of other ranks end with this one */
+}
+
 int main(int argc, char **argv) {
-  threads = argc > 1 && !strcmp(argv[1], "--threads");
+  int first = 1;
+  for (; first < argc && argv[first][0] == '-'; first++) {
+    if (!strcmp(argv[first], "--threads")) threads = true;
+    else if (!strcmp(argv[first], "--shared-gpu")) shared_gpu = true;
+    else CHECK(!"an option that there is");
+  }
+  if (shared_gpu) deadline_ns = 20 * NS_PER_S;
+  signal(SIGALRM, hangs);
+  alarm(540);
   shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   CHECK(shared != MAP_FAILED);
   if (threads) { /* a process that has used the driver must not fork */
@@ -224,7 +248,7 @@ int main(int argc, char **argv) {
       CHECK_EQ(driver.retain(&contexts[i], device), 0);
     }
   }
-  for (int i = threads ? 2 : 1; i < argc; i++) {
+  for (int i = first; i < argc; i++) {
     uint32_t ranks = (uint32_t)strtoul(argv[i], NULL, 10);
     CHECK(ranks >= 2);
     if (ranks > MOST_RANKS) continue; /* more than the model's test has */

@@ -32,8 +32,9 @@ SECONDS = int(
 )  # after which a rank says where it hangs, and ends; 0: never
 SIZES = {
     "cpu": {"chunk_size": "64KiB", "host_memory": "64MiB", "device_memory": "1MiB"},
+    "dry": {"chunk_size": "64KiB", "host_memory": "256MiB", "device_memory": "40MiB"},  # of models for a GPU
     "cuda": {"chunk_size": "2MiB", "host_memory": "512MiB", "device_memory": "192MiB"},
-}[DEVICE]
+}[os.environ.get("RANK_PROGRAMS_SIZES", DEVICE)]
 
 
 class Choice(nn.ModuleList):
@@ -584,7 +585,7 @@ def outcome_of(program, arguments):
     try:
         return globals()[program](**arguments)
     except BaseException as error:
-        return {"type": type(error).__name__, "text": str(error)}
+        return {"type": type(error).__name__, "text": str(error), "status": getattr(error, "status", "")}
 
 
 if __name__ == "__main__":

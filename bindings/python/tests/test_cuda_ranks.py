@@ -1,0 +1,113 @@
+"""Training by two processes over NCCL, against torch alone with the whole batch on the same GPU.
+
+Needs two GPUs, or one and an NCCL of 2.30 or later with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment; skipped
+without.
+docs/testing.md has the command. Every process ends by itself: it says where it hangs if it takes too long.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import os
+
+import pytest
+import torch
+
+import rank_programs
+from test_ranks import NADAM, by_one_process, check, good, run, same_state, start
+
+SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+DRY = os.environ.get("RANK_PROGRAMS_DRY") == "1"  # on the simulated device: tries the programs without a GPU
+pytestmark = pytest.mark.skipif(
+    not DRY
+    and (
+        not torch.distributed.is_available()
+        or not torch.cuda.is_available()
+        or torch.cuda.device_count() < (1 if SHARED else 2)
+    ),
+    reason="torch sees less than 2 GPUs, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1",
+)
+ENVIRONMENT = {
+    "RANK_PROGRAMS_DEVICE": "cpu" if DRY else "cuda",
+    "RANK_PROGRAMS_SIZES": "dry" if DRY else "cuda",
+    "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+    # Kernels of all communicators of all ranks wait for each other on one GPU: each is to be small.
+    **({"NCCL_MAX_CTAS": os.environ.get("NCCL_MAX_CTAS", "2")} if SHARED else {}),
+}
+CLIPPED = {"model": "gpt", "clip": 0.5}
+CASES = {
+    "zero 1": ("training", {**CLIPPED, "zero": 1}),
+    "zero 2, accumulation": ("training", {**CLIPPED, "zero": 2, "micro": 2, "wrapped": True}),
+    "zero 3": ("training", {**CLIPPED, "zero": 3}),
+    "zero auto, accumulation": ("training", {**CLIPPED, "zero": "auto", "micro": 2}),
+    "zero 3, order of ranks": ("training", {**CLIPPED, "zero": 3, "micro": 2, "rank_order": True}),
+    "NAdam": ("training", {"model": "gpt", "zero": 2, "optimizer": NADAM}),
+    "resumed": ("resumed", {"model": "gpt"}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here():
+    """The test's own models are on the GPU, too, and compute in fp32."""
+    device, rank_programs.DEVICE = rank_programs.DEVICE, ENVIRONMENT["RANK_PROGRAMS_DEVICE"]
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    rank_programs.DEVICE, torch.backends.cuda.matmul.allow_tf32 = device, before
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = {
+        **CASES,
+        "saving": ("saving", {"folder": str(folder / "saved"), "model": "gpt", "count": 2}),
+        "loading": ("loading", {"folder": str(folder / "saved"), "model": "gpt", "count": 1}),
+    }
+    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "100"}
+    by_rank = run(folder, 2, "several", more, 120, cases=list(cases.values()))
+    return {name: outcome for name, *outcome in zip(cases, *by_rank)}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "resumed"])
+def test_ranks_compute_what_torch_computes(outcomes, name):
+    arguments = {key: value for key, value in CASES[name][1].items() if key not in ("zero", "wrapped", "rank_order")}
+    found, wanted = good(outcomes[name]), by_one_process(**arguments)
+    if "clip" in arguments:
+        assert min(wanted["norms"]) > arguments["clip"]
+    check(found, on_the_cpu(wanted))
+    for outcome in found:
+        assert outcome["stats"]["gathered_bytes"] > 0 and outcome["stats"]["reduced_chunks"] > 0
+
+
+def on_the_cpu(outcome):
+    state = outcome["state"].items()
+    return {**outcome, "state": {key: value.cpu() if torch.is_tensor(value) else value for key, value in state}}
+
+
+def test_states_are_copied_and_loaded(outcomes):
+    """Two steps, the state into another model, and two steps more, on the batches of the first two."""
+    made = rank_programs.build("gpt").to(rank_programs.DEVICE)
+    optimizer = rank_programs.adamw(made)
+    whole = {"begin": 0, "end": rank_programs.ROWS, "count": 2}
+    rank_programs.steps(made, optimizer, "gpt", **whole)
+    wanted = rank_programs.steps(made, optimizer, "gpt", **whole)
+    check(good(outcomes["resumed"]), on_the_cpu({**wanted, "state": rank_programs.state(made, optimizer)}))
+
+
+def test_checkpoints_bring_back_the_same_bits(outcomes):
+    for saved, loaded in zip(good(outcomes["saving"]), good(outcomes["loading"])):
+        same_state(loaded, saved)
+        assert loaded["extra"] == {"step": 2}
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "70"}
+    processes, paths = start(tmp_path, 2, "ends", more, point="backward", how="killed", deadline=8.0)
+    try:
+        assert [process.wait(80) for process in processes] == [0, -9]
+    finally:
+        for process in processes:
+            process.kill()
+    outcome = torch.load(paths[0], weights_only=False)
+    assert outcome["type"] == "GeminiError" and outcome["status"] == "PEER", outcome
+    assert f"rank 1 has ended (process {processes[1].pid})" in outcome["text"], outcome
