@@ -1,6 +1,6 @@
-"""A LLaMA in PyTorch: all on the GPU, under FSDP2 with CPU offload, and under libgemini.torch, side by side.
+"""A LLaMA in PyTorch: all on the GPU, under FSDP2 with or without CPU offload, under libgemini.torch, side by side.
 
-  bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,gemini] [--batch 16] [--seq 1024]
+  bench/peers/llama_torch.py [--size 1.3b,3b,7b] [--system gpu,fsdp2,fsdp2-gpu,gemini] [--batch 16] [--seq 1024]
                              [--device-mem 24GiB] ...
 
 Each system runs in a process of its own, one after another. bf16 compute, fp32 master copies and moments, activation
@@ -12,13 +12,23 @@ with files, where host and files together take the 14 bytes a parameter:
       --text /usr/share/common-licenses/GPL-3
   llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 \\
       --steps 4 --text FILE
+
+Under torchrun on one machine, several processes train one model, each with a GPU and a batch of its own, and the first
+one prints the rows:
+
+  torchrun --nproc-per-node 2 bench/peers/llama_torch.py --system fsdp2-gpu,fsdp2,gemini --size 7b
 SPDX-License-Identifier: Apache-2.0
 """
 
 import argparse
+import contextlib
+import ctypes
+import datetime
+import faulthandler
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,12 +45,20 @@ SIZES = {  # width, width of the MLP, blocks, heads
     "13b": (5120, 13824, 40, 40),
 }
 
-STEPS = {"gpu": (2, 5), "fsdp2": (1, 3), "gemini": (3, 7)}  # before those that are timed, and these
+STEPS = {
+    "gpu": (2, 5),
+    "fsdp2": (1, 3),
+    "fsdp2-gpu": (2, 5),
+    "gemini": (3, 7),
+}  # before those that are timed, and these
+RANK, RANKS, LOCAL_RANK = (
+    int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+)
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 arguments.add_argument("--size", default="1.3b,3b,7b", help="of " + ", ".join(SIZES) + "; several with commas")
-arguments.add_argument("--system", default="gpu,fsdp2,gemini", help="of gpu, fsdp2, gemini; several with commas")
-arguments.add_argument("--batch", type=int, default=16)
+arguments.add_argument("--system", default="gpu,fsdp2,gemini", help="of " + ", ".join(STEPS) + "; several with commas")
+arguments.add_argument("--batch", type=int, default=16, help="of each process")
 arguments.add_argument("--seq", type=int, default=1024)
 arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--steps", type=int, default=None, help="that are timed")
@@ -63,6 +81,12 @@ arguments.add_argument(
     "--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run"
 )
 arguments.add_argument("--explain", action="store_true")
+arguments.add_argument("--zero", default="auto", choices=["1", "2", "3", "auto"], help="gemini on several processes")
+arguments.add_argument("--rank-order", action="store_true", help="gemini on several GPUs: sums in the order of ranks")
+arguments.add_argument("--deadline", type=float, default=0, help="seconds that gemini waits for another process")
+arguments.add_argument(
+    "--limit", type=int, default=1200, help="seconds after which a process that hangs ends; 0: never"
+)
 arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 options = arguments.parse_args()
 
@@ -181,8 +205,12 @@ def main():
     import torch
 
     cuda = torch.cuda.is_available() and options.device != "cpu"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     torch.manual_seed(1)
+    if options.system == "gpu" and RANKS > 1:
+        sys.exit("llama_torch: system gpu is one process: want fsdp2-gpu under torchrun")
     if options.repeatable:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -193,28 +221,33 @@ def main():
         with device:
             model = build(torch, torch.bfloat16)
         optimizer = MasterAdamw(torch, list(model.parameters()))
-    elif options.system == "fsdp2":
+    elif options.system.startswith("fsdp2"):
         import torch.distributed as dist
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29533")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=0, world_size=1)
-        if cuda:
+        offload = options.system == "fsdp2"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            rank=RANK,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=options.deadline or 300),
+        )
+        if cuda and offload:
             import libgemini
 
-            whole = torch.cuda.get_device_properties(0).total_memory
+            whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, libgemini.parse_bytes(options.device_mem) / whole))
         with torch.device("meta"):
             model = build(torch, torch.float32)
-        policy = {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
-        }
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+        if offload:
+            policy["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
         for block in model.blocks:
             fully_shard(block, **policy)
         fully_shard(model, **policy)
-        model.to_empty(device="cpu")
+        model.to_empty(device="cpu" if offload else device)
         tile = torch.empty(1 << 24).uniform_(-0.035, 0.035)
         with torch.no_grad():
             for param in model.parameters():
@@ -229,7 +262,7 @@ def main():
     else:
         import libgemini.torch as gm
 
-        host = options.host_mem or 16 * count(options.size) + (2 << 30)
+        host = options.host_mem or 16 * count(options.size) // RANKS + (2 << 30)
         init = gm.init(
             options.placement,
             device_memory=options.device_mem,
@@ -239,6 +272,9 @@ def main():
             chunk_size=options.chunk_size,
             device=device,
             allocator=options.allocator if cuda else None,
+            zero=options.zero if options.zero == "auto" else int(options.zero),
+            rank_order=options.rank_order,
+            deadline=options.deadline,
         )
         with init:
             model = build(torch, torch.bfloat16)
@@ -246,9 +282,11 @@ def main():
         model, optimizer = gm.prepare(
             model,
             torch.optim.AdamW(model.parameters(), lr=options.lr),
-            step_in_backward=not (options.step_at_end or options.clip),
+            step_in_backward=not (options.step_at_end or options.clip or RANKS > 1),
         )
-        print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
+        if RANK == 0:
+            print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
+    ranks = gm.session().ranks if gm else None
     params = sum(param.numel() for param in model.parameters())
     assert params == count(options.size)
     warmup, steps = (
@@ -257,14 +295,17 @@ def main():
     ready = time.perf_counter() - begin
     generator = torch.Generator().manual_seed(2)
     text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
-    seconds, losses = [], []
+    seconds, losses, before = [], [], (0, {})
     begin = time.perf_counter()
     for step in range(warmup + steps):
         if text is None:
-            ids = torch.randint(0, options.vocabulary, (options.batch, options.seq), generator=generator).to(device)
+            ids = torch.randint(0, options.vocabulary, (RANKS * options.batch, options.seq), generator=generator)
         else:
-            starts = torch.randint(0, len(text) - options.seq, (options.batch,), generator=generator)
-            ids = torch.stack([text[start : start + options.seq] for start in starts]).long().to(device)
+            starts = torch.randint(0, len(text) - options.seq, (RANKS * options.batch,), generator=generator)
+            ids = torch.stack([text[start : start + options.seq] for start in starts]).long()
+        ids = ids[RANK * options.batch : (RANK + 1) * options.batch].to(device)
+        if gm and step == warmup:
+            before = gm.stats()["stall_ns"], gm.session().manager.group_stats(ranks.group) if ranks else {}
         if gm and options.timeline and step == warmup + steps - 1:
             gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
         called = time.perf_counter()
@@ -281,18 +322,22 @@ def main():
         # From one step's end to the next: what a step leaves to be done beside the next one is part of that.
         seconds.append(time.perf_counter() - begin)
         begin += seconds[-1]
-        print(
-            f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, "
-            f"backward {backward - forward:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
-            file=sys.stderr,
-            flush=True,
-        )
+        if RANK == 0:
+            print(
+                f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, "
+                f"backward {backward - forward:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    value = statistics.median(seconds[warmup:])
     row = {
         "bench": "llama_torch",
         "case": f"{options.system} {options.size}",
         "params": params,
-        "value": statistics.median(seconds[warmup:]),
+        "value": value,
         "unit": "s",
+        "ranks": RANKS,
+        "tokens_per_second": RANKS * options.batch * options.seq / value,
         "seconds": [round(s, 4) for s in seconds],
         "losses": losses,
         "ready_seconds": round(ready, 1),
@@ -316,25 +361,40 @@ def main():
             plans=stats["plans"],
             op_peak_error_bytes=stats["op_peak_error_bytes"],
             stall_seconds=stats["stall_ns"] / 1e9,
+            # Of the timed steps: the share in which operators waited for chunks, among them those to be gathered.
+            stall_share=(stats["stall_ns"] - before[0]) / 1e9 / sum(seconds[warmup:]),
         )
+        if ranks:  # bytes of this rank in a timed step
+            group = gm.session().manager.group_stats(ranks.group)
+            for name in ("gathered_bytes", "reduced_bytes", "fetched_bytes", "stored_bytes"):
+                row[name] = (group[name] - before[1][name]) // steps
+            row["planned_gathered_bytes"], row["zero"] = group["planned_gathered_bytes"], options.zero
         if options.explain:
             print(gm.explain(), file=sys.stderr)
             print(json.dumps(stats), file=sys.stderr)
     elif cuda:
         row["device_peak"] = torch.cuda.max_memory_reserved()
-    print("ROW " + json.dumps(row), flush=True)
+    if RANK == 0:
+        print("ROW " + json.dumps(row), flush=True)
     if gm:
+        if ranks:
+            ranks.meet()  # no rank leaves while others need it
         del model, optimizer, loss
         gm.close(force=True)
-    if options.system == "fsdp2":
+    if options.system.startswith("fsdp2"):
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if options.one:
+        if RANKS > 1:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: torchrun ends the parent only
+            if options.limit:
+                faulthandler.dump_traceback_later(options.limit, exit=True)
         main()
         sys.exit(0)
-    failed = False
+    failed, number = False, 0
     for size in options.size.split(","):
         rows = {}
         for system in options.system.split(","):
@@ -345,11 +405,18 @@ if __name__ == "__main__":
                 )
                 sys.exit(2)
             argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--size", size, "--system", system]
-            done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
+            environment = dict(os.environ)
+            if RANKS > 1:  # each run meets at a port of its own
+                number += 1
+                environment["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
+                environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True, env=environment)
             print(done.stdout, end="", flush=True)
             failed |= done.returncode != 0
+            if failed and RANKS > 1:
+                sys.exit(f"llama_torch: rank {RANK}: {size} {system} failed (exit status {done.returncode})")
             rows.update((system, json.loads(line[4:])) for line in done.stdout.splitlines() if line.startswith("ROW "))
-        for against in set(rows) & {"gpu", "fsdp2"} if "gemini" in rows else ():
+        for against in set(rows) & {"gpu", "fsdp2", "fsdp2-gpu"} if "gemini" in rows else ():
             print(
                 "ROW "
                 + json.dumps(
