@@ -21,6 +21,7 @@ if [[ ${1:-} == --shared-gpu ]]; then
   arguments+=(--shared-gpu)
   # Kernels of all communicators of all ranks wait for each other on one GPU: each is to be small.
   export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-2} NCCL_NVLS_ENABLE=0
+  export NCCL_DEBUG=${NCCL_DEBUG:-WARN} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
   shift
 fi
 if [[ ${1:-} == --library ]]; then library=$(cd "$2" && pwd) || exit 1; shift 2; fi

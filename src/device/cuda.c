@@ -33,8 +33,8 @@
  * process ends. The error is stored for the device (lost), and every sync() returns it.
  *
  * Lock order: streams_lock, stream.lock, stream.points_lock; clock.renew_lock before clock.lock, and clock.lock may be
- * taken in points_lock. The locks of memory, host, flags, sums and adds are innermost. A host function of the user takes
- * none of these. */
+ * taken in points_lock. The locks of memory, host, flags, sums and adds are innermost. A host function of the user
+ * takes none of these. */
 #include <stdlib.h>
 #include <time.h>
 

@@ -33,7 +33,7 @@ SECONDS = int(
 SIZES = {
     "cpu": {"chunk_size": "64KiB", "host_memory": "64MiB", "device_memory": "1MiB"},
     "dry": {"chunk_size": "64KiB", "host_memory": "256MiB", "device_memory": "40MiB"},  # of models for a GPU
-    "cuda": {"chunk_size": "2MiB", "host_memory": "512MiB", "device_memory": "192MiB"},
+    "cuda": {"chunk_size": "2MiB", "host_memory": "512MiB", "device_memory": "320MiB"},
 }[os.environ.get("RANK_PROGRAMS_SIZES", DEVICE)]
 
 

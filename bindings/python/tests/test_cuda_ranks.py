@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "RANK_PROGRAMS_DEVICE": "cpu" if DRY else "cuda",
     "RANK_PROGRAMS_SIZES": "dry" if DRY else "cuda",
     "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+    # All ranks are on this machine, which may have no network.
+    **{name: os.environ.get(name, "lo") for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")},
     # Kernels of all communicators of all ranks wait for each other on one GPU: each is to be small.
     **({"NCCL_MAX_CTAS": os.environ.get("NCCL_MAX_CTAS", "2")} if SHARED else {}),
 }
@@ -63,8 +65,8 @@ def outcomes(tmp_path_factory):
         "saving": ("saving", {"folder": str(folder / "saved"), "model": "gpt", "count": 2}),
         "loading": ("loading", {"folder": str(folder / "saved"), "model": "gpt", "count": 1}),
     }
-    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "100"}
-    by_rank = run(folder, 2, "several", more, 120, cases=list(cases.values()))
+    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "240"}
+    by_rank = run(folder, 2, "several", more, 260, cases=list(cases.values()))
     return {name: outcome for name, *outcome in zip(cases, *by_rank)}
 
 
@@ -101,10 +103,10 @@ def test_checkpoints_bring_back_the_same_bits(outcomes):
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path):
-    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "70"}
+    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
     processes, paths = start(tmp_path, 2, "ends", more, point="backward", how="killed", deadline=8.0)
     try:
-        assert [process.wait(80) for process in processes] == [0, -9]
+        assert [process.wait(120) for process in processes] == [0, -9]
     finally:
         for process in processes:
             process.kill()
