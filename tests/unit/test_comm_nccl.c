@@ -377,6 +377,14 @@ static void *no_symbol(const char *name) {
   (void)name;
   return NULL;
 }
+/* Before NCCL is opened for the first time. */
+static void test_the_environment_names_the_folder_of_nccl(void) {
+  CHECK(!setenv("GEMINI_NCCL", "/no/folder", 1));
+  CHECK(!gmi_nccl_library());
+  CHECK_SAYS(gmi_fail_message(), "no NCCL on this machine: GEMINI_NCCL: /no/folder/libnccl.so.2");
+  CHECK(!unsetenv("GEMINI_NCCL"));
+}
+
 static void test_an_nccl_that_cannot_be_used_is_refused(void) {
   static const struct {
     int version;
@@ -416,10 +424,6 @@ static void test_an_nccl_that_cannot_be_used_is_refused(void) {
   CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_OK);
   fake_nccl_lacking = NULL;
   gmi_nccl_library_replace(NULL);
-  CHECK(!setenv("GEMINI_NCCL", "/no/folder", 1)); /* the one that the environment names, or none */
-  CHECK_EQ(gmi_comm_nccl_id(&id), GEMINI_ERR_UNSUPPORTED);
-  CHECK_SAYS(gmi_fail_message(), "GEMINI_NCCL: /no/folder/libnccl.so.2");
-  CHECK(!unsetenv("GEMINI_NCCL"));
   gmi_cuda_driver_replace(no_symbol);
   CHECK_EQ(join_alone(by_nccl, &comm), GEMINI_ERR_UNSUPPORTED);
   CHECK_SAYS(gmi_fail_message(), "CUDA driver");
@@ -922,6 +926,7 @@ static void test_communicators_of_the_caller(void) { world(2, in_order, adopts, 
 
 int main(void) {
   process_begin();
+  RUN(test_the_environment_names_the_folder_of_nccl);
   RUN(test_gathers_are_in_place_and_queued);
   RUN(test_broadcasts_bring_the_roots_bytes);
   RUN(test_sums_in_the_order_of_ranks);
