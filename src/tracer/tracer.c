@@ -366,6 +366,23 @@ static void time_record(gmi_manager_t *m) {
   gmi_trace_measure(m, &t->record);
 }
 
+/* What is live at the end of an iteration is live in the next one, too: an allocator above the library, such as
+ * PyTorch's, keeps what it got in the first iteration. The peaks of the first operators would not know of it. */
+static void keep_live(gmi_manager_t *m) {
+  gmi_trace_t *record = &m->trace.tracer->record;
+  const gmi_heap_t *heap = m->nonmodel.heap;
+  if (!heap) return;
+  const uint64_t bytes = gmi_heap_bytes_used(heap);
+  const uint32_t pages = (uint32_t)gmi_heap_pages_used(heap);
+  for (uint32_t i = 0; i < record->op_count; i++) {
+    gmi_trace_op_t *op = &record->ops[i];
+    if (op->nonmodel_peak < bytes) op->nonmodel_peak = bytes;
+    if (op->heap_pages >= pages) continue;
+    op->all_pages += pages - op->heap_pages;
+    op->heap_pages = pages;
+  }
+}
+
 /* Closes the iteration. If it followed the active variant to its end, that variant's times are updated. Otherwise it
  * was a known, shorter variant or becomes a new one. Then, after warm-up, makes the variant's plan if it has none,
  * makes it again once its times under a plan are known, and later only updates the prediction. */
@@ -373,6 +390,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
   if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  keep_live(m);
   gemini_status_t left = gmi_gathered_leave(m, true);
   if (!left) left = gmi_gathers_end(m, t->gathers, &t->record);
   const bool chooses = !left && gmi_gathers_choice_due(m, t->gathers);

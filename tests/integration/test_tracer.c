@@ -260,6 +260,34 @@ static void test_departures_that_recur_are_expected(void) {
   net_close(&n);
 }
 
+/* An allocator above the library keeps what it got, as PyTorch's does: its second iteration begins with all of it. */
+static void test_what_an_allocator_keeps_is_expected(void) {
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  void *kept[LAYERS] = { NULL };
+  for (int step = 0; step < 4; step++) {
+    OK(gemini_iteration_begin(n.mgr));
+    for (int i = 0; i < LAYERS; i++) {
+      char name[32];
+      snprintf(name, sizeof name, "fwd.%d", i);
+      OK(gemini_op_begin(n.mgr, name, n.stream));
+      gemini_access_t use = ACCESS(n.weight[i], 0, 0, GEMINI_READ, 0);
+      OK(gemini_acquire(n.mgr, &use, 1, n.stream));
+      if (!kept[i]) OK(gemini_alloc(n.mgr, 4096 * (uint64_t)(i + 1), n.stream, &kept[i]));
+      OK(gemini_release(n.mgr, &use, 1, n.stream));
+      OK(gemini_op_end(n.mgr));
+    }
+    OK(gemini_iteration_end(n.mgr));
+  }
+  figures_t s = stats_of(&n);
+  CHECK_EQ(s.nonmodel_peak_bytes, 4096 * LAYERS * (LAYERS + 1) / 2);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  CHECK_EQ(s.planned_iterations, 3);
+  for (int i = 0; i < LAYERS; i++) OK(gemini_free(n.mgr, kept[i], n.stream));
+  net_close(&n);
+}
+
 /* The log says where an iteration departs, and what is different there. */
 static void log_departures(void *user, int32_t level, const char *message) {
   if (level == GEMINI_LOG_INFO && strstr(message, "departs")) snprintf(user, 240, "%s", message);
@@ -784,6 +812,7 @@ int main(int argc, char **argv) {
   RUN(test_departure_unused_tensor_is_right_again);
   RUN(test_departures_that_recur_are_expected);
   RUN(test_departures_are_explained_in_the_log);
+  RUN(test_what_an_allocator_keeps_is_expected);
   RUN(test_departures_random_router_reads_right_bytes);
   RUN(test_plan_op_too_large_names_op_and_bytes);
   RUN(test_budget_too_small_for_plan_is_refused_and_stays);

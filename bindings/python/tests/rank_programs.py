@@ -399,8 +399,11 @@ def resumed(*, model, zero=3):
     with session(zero):
         made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build(model)))
         steps(made, optimizer, model, **share(count, rank), count=2)
-        weights, states = made.state_dict(), optimizer.state_dict()
-        weights = {name: value.clone() for name, value in weights.items()}
+        # On the CPU: the device memory of a session ends with it.
+        weights = {name: value.cpu().clone() for name, value in made.state_dict().items()}
+        states = optimizer.state_dict()
+        for state_of in states["state"].values():
+            state_of.update({name: value.cpu() for name, value in state_of.items() if torch.is_tensor(value)})
     with session(zero):
         made = build(model)
         with torch.no_grad():
