@@ -59,10 +59,10 @@ gmi_arena_t *gmi_arena_reuser(gmi_manager_t *m, const gmi_arena_t *params) {
   return NULL;
 }
 
-void gmi_arenas_write(gmi_manager_t *m, FILE *file) {
+void gmi_arenas_write(gmi_manager_t *m, FILE *file, bool slices) {
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a) continue;
+    if (!a || (!slices && a->shard.whole != GMI_NONE)) continue;
     fprintf(file, "arena %u %u %u %u %u %" PRIu64 " ", i, a->kind, a->element_bytes, a->like, a->store,
             atomic_load(&a->size));
     gmi_name_write(file, a->name);
@@ -281,7 +281,9 @@ static gemini_status_t group_check(gmi_manager_t *m, const gemini_arena_config_t
     return gmi_fail(GEMINI_ERR_INVALID, 0, "chunks of %llu bytes are too small for slices of %u ranks",
                     (unsigned long long)chunk, g->gather.ranks);
   if (m->file.checkpoint_name)
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "a manager with checkpoint_name cannot have sharded arenas yet");
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "a manager with checkpoint_name cannot have sharded arenas: leave it NULL, and use "
+                    "gemini_group_checkpoint() and gemini_group_resume()");
   *group_out = g->index;
   return GEMINI_OK;
 }

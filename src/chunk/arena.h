@@ -91,8 +91,8 @@ gemini_status_t gmi_range_resolve_any(gmi_manager_t *m, const gemini_access_t *a
 /* Arenas in text files (traces, checkpoints): one line "arena ..." each. gmi_arena_read() parses the line behind its
  * first word, finds the arena of this manager that it describes, and enters it into arena_of, which maps the file's
  * arena numbers to this manager's (GMI_NONE: not read yet). Returns NULL, or a static string that says what is wrong;
- * name_out is the arena's name if it could be read, else "". */
-void gmi_arenas_write(gmi_manager_t *m, FILE *file);
+ * name_out is the arena's name if it could be read, else "". slices: also the arenas of slices of sharded ones. */
+void gmi_arenas_write(gmi_manager_t *m, FILE *file, bool slices);
 const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS],
                            char name_out[GMI_ARENA_NAME]);
 /* Takes size_bytes more of the arena, and of all that follow it, at *offset_out. */

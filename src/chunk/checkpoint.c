@@ -5,6 +5,8 @@
  * only decides what is committed: the block of each chunk, named by arena and index, and a text that describes the
  * arenas and tensors (docs/checkpoint.md). Runs on the caller's thread under the manager's lock; transfers run on the
  * engine's threads. */
+#include "chunk/checkpoint.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -41,12 +43,8 @@ static gemini_status_t check_kept(gmi_manager_t *m) {
 }
 
 /* ---- checkpoint */
-static void write_layout(gmi_manager_t *m, FILE *file) {
-  fprintf(file, "gemini-keep 1\n");
-  uint64_t held = gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
-  if (gmi_chunk_bytes(m) != gmi_block_bytes(m) || held != gmi_block_bytes(m))
-    fprintf(file, "sizes %" PRIu64 " %" PRIu64 "\n", gmi_chunk_bytes(m), held);
-  gmi_arenas_write(m, file);
+void gmi_layout_write(gmi_manager_t *m, FILE *file) {
+  gmi_arenas_write(m, file, false);
   for (uint32_t i = 0; i < m->tensors.high; i++) {
     gmi_tensor_t *t = &m->tensors.at[i];
     if (!gmi_tensor_alive(t)) continue;
@@ -56,6 +54,13 @@ static void write_layout(gmi_manager_t *m, FILE *file) {
     gmi_name_write(file, gmi_tensor_base(m, t)->name);
     fputc('\n', file);
   }
+}
+static void write_layout(gmi_manager_t *m, FILE *file) {
+  fprintf(file, "gemini-keep 1\n");
+  uint64_t held = gmi_copy_bytes(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE);
+  if (gmi_chunk_bytes(m) != gmi_block_bytes(m) || held != gmi_block_bytes(m))
+    fprintf(file, "sizes %" PRIu64 " %" PRIu64 "\n", gmi_chunk_bytes(m), held);
+  gmi_layout_write(m, file);
   fprintf(file, "end\n");
 }
 
@@ -168,21 +173,13 @@ static gemini_status_t checkpoint(gmi_manager_t *m) {
 gemini_status_t gemini_checkpoint(gemini_manager_t mgr) { API_LOCKED(checkpoint(m)); }
 
 /* ---- resume */
-typedef struct {
-  gmi_manager_t *m;
-  uint32_t arena_of[GMI_ARENAS]; /* the checkpoint's arena number to this manager's */
-  uint64_t tensors;
-  uint64_t sizes[2]; /* of a chunk, and of what a block holds of it; the block's where the checkpoint does not say */
-  bool apply, ended;
-} reader_t;
-
 static gemini_status_t differs(const char *what, const char *name) {
   return gmi_fail(GEMINI_ERR_FORMAT, 0,
                   "the checkpoint has %s %s, but this manager has none of this name, arena, offset and size", what,
                   name);
 }
 
-static gemini_status_t read_tensor(reader_t *r, const char *at) {
+static gemini_status_t read_tensor(gmi_layout_reader_t *r, const char *at) {
   uint64_t arena, range[2], state, gradient;
   char name[256];
   if (!gmi_number_at(&at, ' ', GMI_ARENAS - 1, &arena) || !gmi_numbers_at(&at, ' ', UINT64_MAX, 2, range) ||
@@ -200,6 +197,11 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
     return GEMINI_OK; /* a counterpart that this process has not created yet */
   if (index == GMI_NONE || m->tensors.at[index].offset != range[0] || m->tensors.at[index].size != range[1])
     return differs("tensor", name);
+  if (gradient && gmi_arena_is_sharded(gmi_arena_at(m, r->arena_of[arena])))
+    return gmi_fail(GEMINI_ERR_FORMAT, 0,
+                    "the checkpoint has a gradient in the bytes of tensor %s, which this manager shards: make it after "
+                    "an update",
+                    name);
   r->tensors += registered;
   if (!r->apply) return GEMINI_OK;
   gmi_tensor_t *t = &m->tensors.at[index];
@@ -210,16 +212,34 @@ static gemini_status_t read_tensor(reader_t *r, const char *at) {
   return GEMINI_OK;
 }
 
-static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes) {
+/* Is all that this manager has in the description, too? */
+static gemini_status_t check_complete(const gmi_layout_reader_t *r) {
+  gmi_manager_t *m = r->m;
+  uint64_t registered = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    uint32_t number = 0;
+    while (a && number < GMI_ARENAS && r->arena_of[number] != i) number++;
+    if (a && a->shard.whole == GMI_NONE && number == GMI_ARENAS)
+      return gmi_fail(GEMINI_ERR_FORMAT, 0, "arena %s of this manager is not in the checkpoint", a->name);
+  }
+  for (uint32_t i = 0; i < m->tensors.high; i++)
+    registered += gmi_tensor_alive(&m->tensors.at[i]) && m->tensors.at[i].base == i;
+  if (r->tensors == registered) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %" PRIu64 " tensors, this manager %" PRIu64, r->tensors,
+                  registered);
+}
+
+gemini_status_t gmi_layout_read(gmi_layout_reader_t *r, const char *blob, uint64_t bytes) {
   gemini_status_t status = GEMINI_OK;
   char line[1024];
   char arena[GMI_ARENA_NAME];
-  const char *rest, *wrong = NULL;
+  const char *rest, *other, *wrong = NULL;
   bool wrong_sizes = false;
   memset(r->arena_of, 0xff, sizeof r->arena_of);
   r->tensors = 0;
   r->ended = false;
-  r->sizes[0] = r->sizes[1] = gmi_block_bytes(r->m);
+  r->sizes[0] = r->sizes[1] = r->block_bytes;
   for (uint64_t at = 0, number = 0; !status && at < bytes; number++) {
     const char *end = memchr(blob + at, '\n', bytes - at);
     uint64_t length = end ? (uint64_t)(end - blob) - at : bytes - at;
@@ -231,50 +251,41 @@ static gemini_status_t read_layout(reader_t *r, const char *blob, uint64_t bytes
     at += length + 1;
     r->ended = !strcmp(line, "end");
     rest = line;
-    if (!number && strcmp(line, "gemini-keep 1"))
+    if (!number && strcmp(line, r->first) != 0)
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has another format version: %.60s", line);
     else if (gmi_word_at(&rest, "arena")) wrong = gmi_arena_read(r->m, rest, r->arena_of, arena);
     else if (gmi_word_at(&rest, "tensor")) status = read_tensor(r, rest);
     else if (gmi_word_at(&rest, "sizes")) wrong_sizes = !gmi_numbers_at(&rest, 0, UINT64_MAX, 2, r->sizes);
-    else if (number && !r->ended)
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a line \"%.60s\"", line);
+    else if (number && !r->ended && (other = r->line ? r->line(r->user, line) : "which is unknown"))
+      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has a line \"%.60s\", %s", line, other);
     if (wrong_sizes) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description has malformed sizes");
     if (wrong)
       status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description, line %" PRIu64 ", arena %s: %s",
                         number + 1, arena, wrong);
   }
   if (!status && !r->ended) status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint's description ends early");
-  uint64_t sizes[2] = { gmi_chunk_bytes(r->m), gmi_copy_bytes(r->m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) };
+  return status ? status : check_complete(r);
+}
+
+static gemini_status_t read_layout(gmi_layout_reader_t *r, const char *blob, uint64_t bytes) {
+  const uint64_t sizes[2] = { gmi_chunk_bytes(r->m), gmi_copy_bytes(r->m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) };
+  gemini_status_t status = gmi_layout_read(r, blob, bytes);
   if (!status && memcmp(r->sizes, sizes, sizeof sizes) != 0)
     status = gmi_fail(GEMINI_ERR_FORMAT, 0,
                       "the checkpoint has chunks of %" PRIu64 " bytes, of which a block holds %" PRIu64
                       "; this manager has chunks of %" PRIu64 ", of which a block holds %" PRIu64,
                       r->sizes[0], r->sizes[1], sizes[0], sizes[1]);
-  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
-    const gmi_arena_t *a = gmi_arena_at(r->m, i);
-    uint32_t number = 0;
-    while (a && number < GMI_ARENAS && r->arena_of[number] != i) number++;
-    if (a && number == GMI_ARENAS)
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "arena %s of this manager is not in the checkpoint", a->name);
-  }
-  uint64_t registered = 0;
-  for (uint32_t i = 0; i < r->m->tensors.high; i++)
-    registered += gmi_tensor_alive(&r->m->tensors.at[i]) && r->m->tensors.at[i].base == i;
-  if (!status && r->tensors != registered)
-    status = gmi_fail(GEMINI_ERR_FORMAT, 0, "the checkpoint has %" PRIu64 " tensors, this manager %" PRIu64, r->tensors,
-                      registered);
   return status;
 }
 
-static gmi_chunk_t *kept_chunk(const reader_t *r, uint64_t key) {
+static gmi_chunk_t *kept_chunk(const gmi_layout_reader_t *r, uint64_t key) {
   uint32_t number = (uint32_t)(key >> 32), index = (uint32_t)key;
   uint32_t mine = number < GMI_ARENAS ? r->arena_of[number] : GMI_NONE;
   gmi_arena_t *a = mine != GMI_NONE ? gmi_arena_at(r->m, mine) : NULL;
   return a && a->store == mine && index < atomic_load(&a->chunk_count) ? &a->chunks[index] : NULL;
 }
 
-/* NULL: the chunk has no bytes and nothing uses it, until the lock is released; otherwise the reason. */
-static const char *why_not_resumed(gmi_chunk_t *c) {
+const char *gmi_chunk_why_not_resumed(gmi_chunk_t *c) {
   if (!gmi_chunk_has(c, GMI_VALID_ZERO)) return "written";
   if (gmi_chunk_is_pinned(c)) return "pinned to the device";
   if (gmi_chunk_deferred(c)) return "waiting for an update";
@@ -286,7 +297,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
   const void *blob;
   uint32_t count, arena = 0, index = 0;
   uint64_t blob_bytes;
-  reader_t r = { .m = m };
+  gmi_layout_reader_t r = { .m = m, .first = "gemini-keep 1", .block_bytes = gmi_block_bytes(m) };
   gemini_status_t status = check_kept(m);
   if (!status && m->file.checkpoint_is_ours)
     status = gmi_fail(GEMINI_ERR_STATE, 0,
@@ -297,7 +308,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
     status = gmi_fail(GEMINI_ERR_OOM_FILE, 0, "the checkpoint has %llu bytes of blocks, the file budget is %llu",
                       (unsigned long long)(count * gmi_block_bytes(m)), (unsigned long long)m->config.file_bytes);
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
-    const char *why = why_not_resumed(c);
+    const char *why = gmi_chunk_why_not_resumed(c);
     if (why) status = gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is %s: resume first", gmi_chunk_arena(m, c)->name, why);
   }
   if (!status) status = read_layout(&r, blob, blob_bytes);

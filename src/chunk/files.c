@@ -46,19 +46,23 @@ static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
   return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
 }
 
+uint32_t gmi_files_engine_wanted(const gmi_manager_t *m) {
+#ifdef __SANITIZE_THREAD__ /* it cannot see what the kernel does for io_uring, and would report false races */
+  if (m->config.file_engine == GMI_ENGINE_AUTO) return GMI_ENGINE_THREADS;
+#endif
+  return m->config.file_engine;
+}
+
 /* ---- open and close */
 static gemini_status_t store_open(gmi_manager_t *m, uint64_t block_bytes) {
   gmi_store_config_t config = { .directories = m->file.dir,
                                 .block_bytes = block_bytes,
                                 .block_count = (uint32_t)(m->config.file_bytes / block_bytes),
-                                .engine_kind = m->config.file_engine,
+                                .engine_kind = gmi_files_engine_wanted(m),
                                 .checksum = true,
                                 .keep = m->file.checkpoint_name != NULL,
                                 .checkpoint_name = m->file.checkpoint_name,
                                 .sys = m->file.sys };
-#ifdef __SANITIZE_THREAD__ /* it cannot see what the kernel does for io_uring, and would report false races */
-  if (config.engine_kind == GMI_ENGINE_AUTO) config.engine_kind = GMI_ENGINE_THREADS;
-#endif
   gemini_status_t status = gmi_store_open(&config, &m->file.store);
   if (status) m->file.store = NULL;
   m->file.opened_bytes = block_bytes;

@@ -11,6 +11,7 @@
 extern const struct gmi_sys *gmi_files_sys;
 gemini_status_t gmi_files_open(gmi_manager_t *m);
 uint32_t gmi_files_engine(gmi_manager_t *m); /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
+uint32_t gmi_files_engine_wanted(const gmi_manager_t *m); /* GMI_ENGINE_*, for stores */
 void gmi_files_close(gmi_manager_t *m);
 gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t block_bytes); /* sets the block size; no chunk has a block */
 /* Start a transfer: a write to a new block, or a read from the chunk's block, to or from the chunk's slot. It counts as

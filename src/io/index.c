@@ -139,6 +139,7 @@ static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd,
              get(bytes + size - SUM_BYTES, SUM_BYTES) != gmi_crc32c(0, bytes, size - SUM_BYTES)) {
     status = malformed(path, size - SUM_BYTES, "its checksum is not that of its bytes");
   } else {
+    x->checksum = (uint32_t)get(bytes + size - SUM_BYTES, SUM_BYTES);
     status = read_entries(path, bytes, x);
   }
   if (!status) {

@@ -29,6 +29,7 @@ typedef struct gmi_index {
   bool checksums;       /* entries hold the blocks' checksums; false: each holds 0 */
   uint64_t number;      /* of the commit, counted from 1 */
   uint64_t generations; /* the highest generation of any block of the store */
+  uint32_t checksum;    /* of an index that was read: the file's */
   uint32_t entry_count;
   gmi_index_entry_t *entries;
   void *blob;

@@ -73,7 +73,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
           t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
   fprintf(file, "files %" PRIu64 " %" PRIu64 "\n", t->file_bytes_per_s[0], t->file_bytes_per_s[1]);
   fprintf(file, "outside %" PRIu64 "\n", t->outside_ns);
-  gmi_arenas_write(m, file);
+  gmi_arenas_write(m, file, true);
   for (uint32_t i = 0, u = 0; i <= t->op_count; i++) {
     for (; u < t->update_count && t->updates[u].after_op == i; u++) {
       const gmi_trace_update_t *update = &t->updates[u];

@@ -476,6 +476,8 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "group_close": [_M, _H],
     "group_exchange": [_M, _H, c_void_p, _U64, c_void_p],
     "group_stats": [_M, _H, POINTER(GroupStats)],
+    "group_checkpoint": [_M, _H, c_char_p, c_char_p],
+    "group_resume": [_M, _H, c_char_p, c_char_p],
     "slice_next": [_M, POINTER(Access), _U64, POINTER(_U64), POINTER(_U64)],
     "topology_open": [c_char_p, POINTER(_H)],
     "topology_close": [_H],
