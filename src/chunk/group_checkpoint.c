@@ -207,7 +207,7 @@ static gemini_status_t check_sharded(const session_t *k, gmi_arena_t *a) {
                     "arena %s is sharded over %s: a checkpoint is made by the group over which all sharded arenas of "
                     "the manager are",
                     a->name, k->group ? "another group" : "a group, and group is NULL");
-  if (a->shard.reduced || a->shard.due)
+  if (a->shard.reduced || (gmi_arena_has_sums(a) && a->shard.due))
     return gmi_fail(GEMINI_ERR_STATE, 0,
                     "gradients of arena %s are being added over the ranks: make the checkpoint after the update, or, of "
                     "several micro-batches, after gemini_norm()",
@@ -477,7 +477,7 @@ static gemini_status_t check_untouched(const session_t *k) {
     if (!a || !gmi_arena_is_sharded(a)) continue;
     if (!k->group)
       return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded over a group, and group is NULL", a->name);
-    bool used = a->shard.reduced || a->shard.due || a->shard.summed;
+    bool used = a->shard.reduced || a->shard.summed || (gmi_arena_has_sums(a) && a->shard.due);
     for (uint32_t n = 0; a->chunks && n < atomic_load(&a->chunk_count); n++)
       used |= gmi_chunk_is_resident(&a->chunks[n]);
     if (used) return gmi_fail(GEMINI_ERR_STATE, 0, "arena %s has been used on the device: resume first", a->name);

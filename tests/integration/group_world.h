@@ -26,6 +26,7 @@ typedef struct {
    * of the host cannot access. NULL: they can. */
   void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
   uint64_t scale, layers; /* chunks, and tensors, are so much larger; 0: 1 */
+  bool alone;             /* ranks is 1, and there is no group */
 } shape_t;
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
 static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
@@ -368,8 +369,8 @@ static void fill_masters(rank_t *k, uint32_t layer) {
   CHECK_EQ(offset, k->model.elements[layer] * 4);
 }
 
-/* group: what to join, without ranks. */
-static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
+/* group: what to join, without ranks. Nothing has values yet; the model has the first ones. */
+static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
   *k = (rank_t){ .shape = *shape, .rank = rank };
   const uint64_t scale = scale_of(shape);
   gemini_config_t c =
@@ -381,7 +382,7 @@ static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gro
   k->w = world_open(c);
   group.rank = rank;
   group.ranks = shape->ranks;
-  CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
+  if (!shape->alone) CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
   open_arenas(k, k->group);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
     for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++) {
@@ -390,6 +391,11 @@ static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gro
       put_value(own, 0, shape->element_bytes, k->model.master[i]);
       k->model.param[i] = get_value(own, 0, shape->element_bytes);
     }
+  }
+}
+static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
+  rank_begin(k, shape, rank, group);
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
     fill_params(k, layer, layer & 1);
     fill_masters(k, layer);
   }
@@ -601,7 +607,7 @@ static uint64_t own_bytes(const shape_t *shape, uint32_t rank) {
 }
 
 /* fd: a file of all ranks. */
-static void train_rank(const shape_t *shape, uint32_t rank, gemini_group_config_t group, int fd) {
+static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_config_t group, int fd) {
   rank_t *k = malloc(sizeof *k);
   rank_open(k, shape, rank, group);
   gemini_group_stats_t stats = GEMINI_GROUP_STATS_INIT;
