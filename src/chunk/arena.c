@@ -545,22 +545,39 @@ static uint32_t highest_tier(const gmi_chunk_t *c) {
                                             : GMI_NONE;
 }
 
+/* How many bytes of [begin, end) of an arena that owns chunks a tier holds. */
+static uint64_t bytes_in_tier(gmi_manager_t *m, const gmi_arena_t *store, uint64_t begin, uint64_t end, uint32_t tier) {
+  uint64_t bytes = 0, stop;
+  for (; begin < end; begin = stop) {
+    const uint64_t i = begin >> m->cut.chunk_shift;
+    stop = (i + 1) << m->cut.chunk_shift;
+    if (stop > end) stop = end;
+    if (i < atomic_load(&store->chunk_count) && highest_tier(&store->chunks[i]) == tier) bytes += stop - begin;
+  }
+  return bytes;
+}
+
 static gemini_status_t tier_bytes(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t *bytes_out) {
   gemini_access_t range;
-  gmi_range_t resolved, *r = &resolved;
+  gmi_range_t r;
+  gmi_slice_t slice;
   if (!bytes_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "bytes_out is NULL");
   gemini_status_t status = gmi_access_in(&range, theirs, "range");
   if (!status && range.tier >= GEMINI_TIER_COUNT)
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", range.tier, GEMINI_TIER_COUNT - 1);
-  if (!status) status = gmi_range_resolve(m, &range, r);
+  if (!status) status = gmi_range_resolve_any(m, &range, &r);
   if (status) return status;
+  const uint64_t end = r.offset + r.size, element = r.arena->element_bytes;
   uint64_t bytes = 0;
-  for (uint64_t i = r->first; i <= r->last && i < atomic_load(&r->store->chunk_count); i++) {
-    const gmi_chunk_t *c = &r->store->chunks[i];
-    uint64_t begin = i << m->cut.chunk_shift, end = begin + atomic_load(&m->cut.chunk_bytes);
-    if (begin < r->offset) begin = r->offset;
-    if (end > r->offset + r->size) end = r->offset + r->size;
-    if (highest_tier(c) == range.tier) bytes += end - begin;
+  if (!atomic_load(&m->cut.chunk_bytes)) { /* nothing has bytes yet */
+  } else if (!gmi_arena_is_sharded(r.arena)) {
+    bytes = bytes_in_tier(m, r.store, r.offset, end, range.tier);
+  } else { /* of this rank's slices, whole elements */
+    const gmi_arena_t *slices = gmi_arena_at(m, gmi_arena_slices(m, r.arena)->store);
+    const gmi_slicing_t s = gmi_slicing(m, r.arena);
+    for (uint64_t from = r.offset / element; gmi_slice_find(&s, from, (end + element - 1) / element, &slice);
+         from = slice.whole + slice.count)
+      bytes += bytes_in_tier(m, slices, slice.slices * element, (slice.slices + slice.count) * element, range.tier);
   }
   *bytes_out = bytes;
   return GEMINI_OK;

@@ -167,8 +167,8 @@ static void hash_layout(gmi_manager_t *m, uint64_t hashes_out[GMI_ARENAS]) {
   }
   for (uint32_t i = 0; i < m->tensors.high; i++) {
     gmi_tensor_t *t = &m->tensors.at[i];
-    if (!gmi_tensor_alive(t)) continue;
-    uint64_t hash = gmi_hash_text(GMI_HASH_NOTHING, gmi_tensor_base(m, t)->name);
+    if (!gmi_tensor_alive(t) || t->base != i) continue; /* counterparts exist once a rank has asked for them */
+    uint64_t hash = gmi_hash_text(GMI_HASH_NOTHING, t->name);
     hash = gmi_hash(gmi_hash(hash, t->offset), t->size);
     /* their order does not matter */
     hashes_out[t->arena] += gmi_hash(hash, (atomic_load(&t->word) & GMI_TENSOR_GRADIENT) != 0);

@@ -7,10 +7,33 @@
 #include "chunk/cut.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 
 /* ---- hint, move, pin */
+/* Of a sharded arena, all calls are for this rank's slices. They gather nothing, and leave what was gathered where it
+ * is: that is the same on all ranks (chunk/shard.c), while these calls may differ between them. A range in which the rank
+ * has no slice, or for which no chunk size is chosen yet, is empty. */
+static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
+  gmi_range_t named;
+  gemini_status_t status = gmi_range_resolve_any(m, access, &named);
+  if (status) return status;
+  *r = named;
+  if (!gmi_arena_is_sharded(named.arena)) return GEMINI_OK;
+  const uint64_t element = named.arena->element_bytes, end = named.offset + named.size + element - 1;
+  named.offset -= named.offset % element;
+  named.size = end - end % element - named.offset;
+  r->first = 1, r->last = 0;
+  if (r->size && atomic_load(&m->cut.chunk_bytes)) gmi_range_slices(m, &named, r);
+  return GEMINI_OK;
+}
+static gemini_status_t ready(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
+  gemini_status_t status = resolve(m, access, r); /* first: a range that is refused does not choose the chunk size */
+  if (!status) status = gmi_cut(m);
+  return status ? status : resolve(m, access, r);
+}
+
 typedef gemini_status_t (*chunk_fn)(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier);
 
 /* Checks all accesses before the first chunk moves. moves: the caller is gemini_move(), for which a chunk that cannot
@@ -22,7 +45,7 @@ static gemini_status_t each_check(gmi_manager_t *m, const gemini_access_t *acces
     uint32_t tier = accesses[k].tier;
     if (tier >= GEMINI_TIER_COUNT)
       return gmi_fail(GEMINI_ERR_INVALID, 0, "tier is %u, must be 0 to %d", tier, GEMINI_TIER_FILE);
-    status = gmi_range_resolve(m, &accesses[k], &r);
+    status = resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && moves && tier != GEMINI_TIER_DEVICE && i <= r.last; i++) {
       gmi_chunk_t *c = &r.store->chunks[i];
       const char *why = gmi_chunk_is_resident(c) ? gmi_chunk_busy(c, GMI_TO_EVICT) : NULL;
@@ -42,14 +65,14 @@ static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *acces
   gmi_range_t r;
   bool queued = false;
   for (uint64_t k = 0; !status && hold && k < count; k++) {
-    status = gmi_range_resolve(m, &accesses[k], &r);
+    status = resolve(m, &accesses[k], &r);
     if (!status) status = gmi_updates_queue_range(m, r.store, r.first, r.last, &queued);
   }
   if (!status && queued) status = each_check(m, accesses, count, hold); /* again, as callbacks ran without the lock */
   if (status) return status;
   uint64_t held = 0;
   for (uint64_t k = 0; !status && k < count; k++) {
-    gmi_range_resolve(m, &accesses[k], &r);
+    resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && i <= r.last; i++) {
       gmi_chunk_t *c = &r.store->chunks[i];
       if (!hold && gmi_chunk_deferred(c)) continue;
@@ -62,14 +85,14 @@ static gemini_status_t each_chunk(gmi_manager_t *m, const gemini_access_t *acces
     }
   }
   for (uint64_t k = 0; !status && hold && k < count; k++) { /* waits for reads from files */
-    gmi_range_resolve(m, &accesses[k], &r);
+    resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; !status && accesses[k].tier == GEMINI_TIER_HOST && i <= r.last; i++)
       if (gmi_chunk_io(&r.store->chunks[i]) || gmi_chunk_failed_read(&r.store->chunks[i]))
         status = gmi_chunk_settle_host(m, &r.store->chunks[i]);
   }
   for (uint64_t k = 0; held && k < count; k++) {
     if (accesses[k].tier != GEMINI_TIER_DEVICE) continue;
-    gmi_range_resolve(m, &accesses[k], &r);
+    resolve(m, &accesses[k], &r);
     for (uint64_t i = r.first; held && i <= r.last; i++, held--)
       gmi_chunk_unhold_device(&r.store->chunks[i], GEMINI_READ);
   }
@@ -127,12 +150,12 @@ static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *theirs) {
   gemini_access_t access;
   gmi_range_t r;
   gemini_status_t status = gmi_access_in(&access, theirs, "access");
-  if (!status) status = gmi_range_ready(m, &access, &r);
+  if (!status) status = ready(m, &access, &r);
   if (status) return status;
   uint64_t pinned = 0;
   bool queued = false;
   status = gmi_updates_queue_range(m, r.store, r.first, r.last, &queued);
-  if (!status && queued) status = gmi_range_resolve(m, &access, &r); /* again, as callbacks ran without the lock */
+  if (!status && queued) status = resolve(m, &access, &r); /* again, as callbacks ran without the lock */
   for (uint64_t i = r.first; !status && i <= r.last; i++) {
     gmi_chunk_t *c = &r.store->chunks[i];
     status = move_chunk(m, c, GEMINI_TIER_DEVICE);
@@ -151,7 +174,7 @@ static gemini_status_t unpin(gmi_manager_t *m, const gemini_access_t *theirs) {
   gemini_access_t access;
   gmi_range_t r;
   gemini_status_t status = gmi_access_in(&access, theirs, "access");
-  if (!status) status = gmi_range_ready(m, &access, &r);
+  if (!status) status = ready(m, &access, &r);
   if (status) return status;
   for (uint64_t i = r.first; i <= r.last; i++)
     if (!gmi_chunk_is_pinned(&r.store->chunks[i]))

@@ -1,5 +1,6 @@
 /* Random training programs over several ranks, each a process: every rank computes from the seed what each call must
  * give. Only public headers. SPDX-License-Identifier: Apache-2.0 */
+#include <dirent.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
@@ -28,6 +29,7 @@ typedef struct {
 
 typedef struct {
   uint64_t seed, state; /* state: of the choices that all ranks make alike */
+  uint64_t own_state;   /* of those that each rank makes by itself */
   uint32_t rank, ranks, stage, element_bytes;
   world_t w;
   gemini_group_t group;
@@ -48,6 +50,8 @@ typedef struct {
   script_t scripts[SCRIPTS];
   struct update *updates;
   int fd;
+  bool files;      /* there is a file tier */
+  const char *dir; /* for checkpoints of all ranks */
   _Atomic uint64_t wrong;
 } rank_t;
 
@@ -160,6 +164,34 @@ static void any_span(void *user, const gemini_update_span_t *s) {
   CHECK_OK(gemini_stream_call(u->k->w.mgr, s->stream, device_span, d));
 }
 
+/* ---- calls that each rank makes by itself: they change where its slices are, and nothing else */
+static uint32_t choose_alone(rank_t *k, uint32_t below) {
+  return (uint32_t)(check_random(&k->own_state) >> 33) % below;
+}
+static void move_slices(rank_t *k) {
+  const uint32_t t = choose_alone(k, k->tensors);
+  gemini_tensor_t tensor = choose_alone(k, 2) ? k->param[t] : k->grad[t];
+  if (choose_alone(k, 3) == 0) CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[t], k->masters, &tensor));
+  gemini_access_t range = world_whole(tensor, 0, choose_alone(k, 3));
+  uint64_t bytes = 0;
+  gemini_status_t status = GEMINI_OK;
+  switch (choose_alone(k, 4)) {
+  case 0: CHECK_OK(gemini_hint(k->w.mgr, &range, 1)); break;
+  case 1: status = gemini_move(k->w.mgr, &range, 1); break;
+  case 2:
+    status = gemini_pin(k->w.mgr, &range);
+    if (!status) CHECK_OK(gemini_unpin(k->w.mgr, &range));
+    break;
+  default: CHECK_OK(gemini_tier_bytes(k->w.mgr, &range, &bytes));
+  }
+  if (status != GEMINI_ERR_BUSY && status != GEMINI_ERR_OOM_DEVICE && status != GEMINI_ERR_OOM_HOST &&
+      status != GEMINI_ERR_OOM_FILE && (k->files || range.tier != GEMINI_TIER_FILE))
+    CHECK_OK(status);
+}
+static void move_some(rank_t *k) {
+  while (choose_alone(k, 4) == 0) move_slices(k);
+}
+
 /* ---- steps */
 static void meet(rank_t *k) { /* all ranks are here */
   uint64_t mine = k->state, all[RANKS_MOST];
@@ -265,7 +297,9 @@ static void run_op(rank_t *k, const op_t *op, uint32_t number, uint32_t script) 
   gemini_access_t uses[USES_MOST];
   uint32_t used[USES_MOST], count = 0;
   snprintf(name, sizeof name, "op %u of %u", number, script);
+  move_some(k);
   CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+  move_some(k);
   for (uint32_t i = 0; i < op->use_count; i++) { /* a parameter whose gradient is there cannot be read */
     if (k->has_gradient[op->uses[i]]) continue;
     used[count] = op->uses[i];
@@ -412,6 +446,7 @@ static void outside(rank_t *k, uint32_t t) {
   uint32_t bytes = k->element_bytes;
   gemini_access_t all = world_whole(k->param[t], GEMINI_READ, DEVICE);
   void *values;
+  move_some(k);
   switch (choose(k, k->sums.on ? 11 : 9)) {
   case 0:
   case 1:
@@ -520,6 +555,7 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   k->stage = choose(k, 4); /* GEMINI_ZERO_* */
   k->element_bytes = choose(k, 2) ? 4 : 2;
   uint64_t files = choose(k, 2) ? 0 : 100;
+  k->files = files;
   gemini_config_t c = world_config(90, files ? 8 + choose(k, 16) : 100, files);
   c.update_threads = 1 + choose(k, 2);
   c.flags = choose(k, 4) ? 0 : GEMINI_CONFIG_STRICT;
@@ -557,22 +593,69 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
     CHECK_OK(gemini_budget_set(k->w.mgr, DEVICE, (chunks + 18 + choose(k, 6)) * CHUNK));
 }
 
+/* A checkpoint of all ranks, which each of them then loads by itself, whole. */
+static void check_saved(rank_t *k) {
+  bool gradients = false;
+  for (uint32_t t = 0; t < k->tensors; t++) gradients |= k->has_gradient[t];
+  if (gradients) {
+    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    update(k);
+    CHECK_OK(gemini_iteration_end(k->w.mgr));
+  }
+  if (k->sums.on) check_norm(k, k->grads, k->g); /* all have been added */
+  for (uint32_t i = 1 + choose(k, 2); i-- > 0;) {
+    CHECK_OK(gemini_group_checkpoint(k->w.mgr, k->group, k->dir, "run"));
+    move_some(k);
+  }
+  rank_t one = *k;
+  const gemini_group_t group = k->group;
+  one.w = world_open(world_config(90, 200, 0));
+  one.group = NULL;
+  gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  a.element_bytes = k->element_bytes;
+  CHECK_OK(gemini_arena_create(one.w.mgr, &a, &one.params));
+  one.grads = world_arena(&one.w, GEMINI_KIND_GRAD, k->element_bytes, NULL, k->sums.on ? one.params : NULL,
+                          k->sums.on ? NULL : one.params);
+  one.masters = world_arena(&one.w, GEMINI_KIND_MASTER, 4, NULL, one.params, NULL);
+  for (uint32_t t = 0; t < k->tensors; t++) {
+    char name[16];
+    snprintf(name, sizeof name, "tensor %u", t);
+    one.param[t] = world_tensor(&one.w, one.params, name, k->elements[t] * k->element_bytes);
+    CHECK_OK(gemini_tensor_counterpart(one.w.mgr, one.param[t], one.grads, &one.grad[t]));
+  }
+  CHECK_OK(gemini_group_resume(one.w.mgr, NULL, k->dir, "run"));
+  for (uint32_t t = 0; t < k->tensors; t++) {
+    gemini_tensor_t master;
+    CHECK_OK(gemini_tensor_counterpart(one.w.mgr, one.param[t], one.masters, &master));
+    host_slices(&one, one.param[t], t, k->element_bytes, k->p, false);
+    host_slices(&one, master, t, 4, k->m, false);
+    if (k->sums.summed) host_slices(&one, one.grad[t], t, k->element_bytes, k->g, false);
+  }
+  world_close(&one.w);
+  k->group = group;
+  meet(k);
+}
+
 static uint32_t ranks_of(uint64_t seed) {
   rank_t k = { .state = seed };
   return 2 + choose(&k, RANKS_MOST - 1);
 }
 
-static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, int fd, uint64_t steps) {
+static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, int fd, const char *dir,
+                     uint64_t steps) {
   rank_t *k = calloc(1, sizeof *k);
   k->seed = k->state = seed;
   k->rank = rank;
   k->fd = fd;
+  k->dir = dir;
+  k->own_state = mix(seed, rank, 99);
   open_rank(k, id);
   for (uint64_t n = 0; n < steps; n++) {
     if (choose(k, 3)) iteration(k);
     else
       for (uint32_t t = choose(k, k->tensors), count = 1 + choose(k, 5); count-- > 0;) outside(k, t);
     if (choose(k, 25) == 0 && k->tensors < 13 && !k->sums.reduced) add_tensor(k);
+    if (choose(k, 20) == 0) check_saved(k);
     if (atomic_load(&k->wrong)) break;
   }
   CHECK_OK(gemini_update_wait(k->w.mgr));
@@ -597,16 +680,25 @@ static void lead(uint64_t seed) {
   uint32_t ranks = ranks_of(seed);
   CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, ranks, &id));
   int fd = memfd_create("shared", MFD_CLOEXEC);
+  char dir[64], path[400];
+  dir_make(dir);
   pid_t pids[RANKS_MOST];
   process_t before = process_now();
   for (uint32_t r = 1; r < ranks; r++) {
     pids[r] = fork_child();
     if (pids[r]) continue;
-    run_rank(seed, r, &id, fd, STEPS);
+    run_rank(seed, r, &id, fd, dir, STEPS);
     exit(0);
   }
-  run_rank(seed, 0, &id, fd, STEPS);
+  run_rank(seed, 0, &id, fd, dir, STEPS);
   for (uint32_t r = 1; r < ranks; r++) fork_expect_end(pids[r]);
+  DIR *files = opendir(dir);
+  for (struct dirent *e; (e = readdir(files));) {
+    snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+    if (*e->d_name != '.') CHECK_EQ(unlink(path), 0);
+  }
+  closedir(files);
+  CHECK_EQ(rmdir(dir), 0);
   process_check(before);
 }
 
