@@ -701,7 +701,8 @@ GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_acc
 GEMINI_API gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
                                                 gemini_access_t *accesses, uint64_t count) GEMINI_MUST_CHECK;
 /** Brings ranges to their tier (DEVICE, HOST or FILE) soon. It only takes free memory and never evicts; where there is
- *  none it has no effect. mode is ignored. Since: 0.1 */
+ *  none it has no effect. mode is ignored. Of sharded arenas, this call and the three below are for this rank's slices
+ *  (gemini/group.h). Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
     GEMINI_MUST_CHECK;
 /** Moves ranges to their tier (DEVICE, HOST or FILE) now, and evicts for them where needed. Whole chunks move. A chunk
@@ -888,7 +889,8 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
 
 /** @defgroup checkpoint Checkpoints
  *  @{ */
-/** Saves what all arenas hold, and the states of their tensors, in the checkpoint files, for a later process to find.
+/** Saves what all arenas hold, and the states of their tensors, in the checkpoint files, for a later process to find. For
+ *  several processes: gemini_group_checkpoint().
  *  Acquired tensors are saved as HOLD. Pending updates are done first. Chunks that have not changed since they went to
  *  a file are not written again. If the process is killed at any time, the files have the previous checkpoint or this
  *  one, whole. The files need room for both until the call returns.

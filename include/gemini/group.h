@@ -41,9 +41,16 @@
  * - Slices cannot be changed in these ways, or by an acquire on the host, while an operator is open or while parameters
  *   may stay gathered from one operator to the next (GEMINI_ERR_STATE), as other ranks may have gathered them. Those of
  *   gradients can, unless some of the range have not been added.
- * - Not supported (GEMINI_ERR_UNSUPPORTED): gemini_hint(), _move(), _pin(), _tier_bytes(), CUDA graphs, gradients that
- *   are zeroed with reuse, or loaded, gemini_arena_take() where gradients reuse the bytes, managers with
- *   checkpoint_name.
+ * - gemini_hint(), gemini_move(), gemini_pin() and gemini_unpin() are for this rank's slices of a range, in whole
+ *   chunks of slices: they go to the host, to files, or to the device of this rank, from where a gather takes them
+ *   without a copy from the host. Pinned slices take their room from what can be gathered: pin before the first
+ *   iteration. gemini_tier_bytes() says where the range's slices are. These calls gather nothing, and what was gathered
+ *   stays, so each rank can make them or not, at any time. To have whole parameters on the device, acquire them; chunks
+ *   are gathered ahead of use by themselves. Slices of gradients are sums; where they reuse bytes, they are the slices
+ *   of the parameters.
+ * - gemini_group_checkpoint() and gemini_group_resume() below save and load all arenas, over any number of ranks.
+ * - Not supported (GEMINI_ERR_UNSUPPORTED): CUDA graphs, gradients that are zeroed with reuse, or loaded,
+ *   gemini_arena_take() where gradients reuse the bytes, managers with checkpoint_name.
  *
  * All ranks must make the same calls for sharded arenas in the same order: the same tensors, operators, acquires and
  * updates, from one thread at a time. Calls that only read or write a rank's own slices may differ. A rank that makes

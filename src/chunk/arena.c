@@ -177,7 +177,7 @@ gemini_status_t gmi_range_resolve(gmi_manager_t *m, const gemini_access_t *acces
   gemini_status_t status = gmi_range_resolve_any(m, access, &r);
   if (status) return status;
   if (gmi_arena_is_sharded(r.arena))
-    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded over a group, which this call does not support yet",
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded over a group, which graphs do not support",
                     r.arena->name);
   *range_out = r;
   return GEMINI_OK;

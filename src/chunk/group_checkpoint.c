@@ -204,8 +204,8 @@ static gemini_status_t check_sharded(const session_t *k, gmi_arena_t *a) {
   gmi_manager_t *m = k->m;
   if (!k->group || a->shard.group != k->group->index)
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
-                    "arena %s is sharded over %s: a checkpoint is made by the group over which all sharded arenas of "
-                    "the manager are",
+                    "arena %s is sharded over %s: the group over which all sharded arenas of the manager are makes the "
+                    "checkpoint",
                     a->name, k->group ? "another group" : "a group, and group is NULL");
   if (a->shard.reduced || (gmi_arena_has_sums(a) && a->shard.due))
     return gmi_fail(GEMINI_ERR_STATE, 0,
@@ -468,10 +468,6 @@ static gemini_status_t check_untouched(const session_t *k) {
   gmi_manager_t *m = k->m;
   cursor_t at = { 0, 0 };
   gmi_arena_t *a;
-  for (gmi_chunk_t *c; (c = next_chunk(m, &at, &a));) {
-    const char *why = gmi_chunk_why_not_resumed(c);
-    if (why) return gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is %s: resume first", a->name, why);
-  }
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     a = gmi_arena_at(m, i);
     if (!a || !gmi_arena_is_sharded(a)) continue;
@@ -481,6 +477,10 @@ static gemini_status_t check_untouched(const session_t *k) {
     for (uint32_t n = 0; a->chunks && n < atomic_load(&a->chunk_count); n++)
       used |= gmi_chunk_is_resident(&a->chunks[n]);
     if (used) return gmi_fail(GEMINI_ERR_STATE, 0, "arena %s has been used on the device: resume first", a->name);
+  }
+  for (gmi_chunk_t *c; (c = next_chunk(m, &at, &a));) {
+    const char *why = gmi_chunk_why_not_resumed(c);
+    if (why) return gmi_fail(GEMINI_ERR_STATE, 0, "arena %s is %s: resume first", a->name, why);
   }
   return GEMINI_OK;
 }

@@ -296,6 +296,8 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_group_close, mgr, NULL);
   REFUSED(HANDLE, says, gemini_group_exchange, mgr, NULL, NULL, 0, NULL);
   REFUSED(HANDLE, says, gemini_group_stats, mgr, NULL, &group_stats);
+  REFUSED(HANDLE, says, gemini_group_checkpoint, mgr, NULL, ".", "run");
+  REFUSED(HANDLE, says, gemini_group_resume, mgr, NULL, ".", "run");
   REFUSED(HANDLE, says, gemini_slice_next, mgr, &a, 0, &slice[0], &slice[1]);
   CHECK(!group_out && slice[0] == 77 && slice[1] == 77);
   REFUSED(HANDLE, says, gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, &ptr);
@@ -1751,6 +1753,13 @@ static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
   bed_open();
   REFUSED(STATE, "checkpoint_name", gemini_checkpoint, bed.w.mgr);
   REFUSED(STATE, "checkpoint_name", gemini_resume, bed.w.mgr);
+  REFUSED(INVALID, "directories", gemini_group_checkpoint, bed.w.mgr, NULL, NULL, "run");
+  REFUSED(INVALID, "directories|a::b", gemini_group_checkpoint, bed.w.mgr, NULL, "a::b", "run");
+  REFUSED(INVALID, "name|1 to 200", gemini_group_checkpoint, bed.w.mgr, NULL, ".", NULL);
+  REFUSED(INVALID, "name|a/b", gemini_group_checkpoint, bed.w.mgr, NULL, ".", "a/b");
+  REFUSED(INVALID, "directories", gemini_group_resume, bed.w.mgr, NULL, "", "run");
+  REFUSED(INVALID, "name is \"\"", gemini_group_resume, bed.w.mgr, NULL, ".", "");
+  REFUSED(HANDLE, "no group", gemini_group_checkpoint, bed.w.mgr, handle_of(7), ".", "run");
   bed_close();
 }
 
@@ -2072,11 +2081,21 @@ static void test_what_sharded_arenas_cannot_do_is_refused(void) {
   CHECK_OK(gemini_tensor_counterpart(mgr, p, states, &s));
   gemini_access_t a = world_whole(p, READ, DEVICE);
   uint64_t bytes = 77, offset = 77, size = 77;
-  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_move, mgr, &a, 1);
-  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_hint, mgr, &a, 1);
-  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_pin, mgr, &a);
-  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_unpin, mgr, &a);
-  REFUSED(UNSUPPORTED, "sharded is sharded", gemini_tier_bytes, mgr, &a, &bytes);
+  REFUSED(STATE, "sharded slices is not pinned", gemini_unpin, mgr, &a);
+  CHECK_OK(gemini_pin(mgr, &a));
+  CHECK_OK(gemini_tier_bytes(mgr, &a, &bytes));
+  CHECK_EQ(bytes, 2 * W);
+  a.tier = HOST;
+  REFUSED(BUSY, "sharded slices is pinned", gemini_move, mgr, &a, 1);
+  CHECK_OK(gemini_hint(mgr, &a, 1));
+  CHECK_OK(gemini_unpin(mgr, &a));
+  a.tier = 3;
+  REFUSED(INVALID, "tier is 3", gemini_move, mgr, &a, 1);
+  REFUSED(INVALID, "tier is 3", gemini_tier_bytes, mgr, &a, &bytes);
+  bytes = 77;
+  REFUSED(UNSUPPORTED, "sharded is sharded over a group, and group is NULL", gemini_group_checkpoint, mgr, NULL, ".",
+          "run");
+  REFUSED(UNSUPPORTED, "sharded is sharded over a group, and group is NULL", gemini_group_resume, mgr, NULL, ".", "run");
   REFUSED(INVALID, "offset_out is NULL", gemini_slice_next, mgr, &a, 0, NULL, &size);
   REFUSED(INVALID, "size_out is NULL", gemini_slice_next, mgr, &a, 0, &offset, NULL);
   CHECK(bytes == 77 && offset == 77 && size == 77);

@@ -326,6 +326,69 @@ static void test_a_checkpoint_of_one_process_is_loaded_by_ranks(void) {
   process_check(before);
 }
 
+/* ---- where slices are: each rank for itself */
+static uint64_t own_bytes_of(node_t *n, gemini_tensor_t tensor) {
+  gemini_access_t all = world_whole(tensor, 0, 0);
+  uint64_t offset, size, sum = 0;
+  for (uint64_t next = 0;; next = offset + size, sum += size) {
+    CHECK_OK(gemini_slice_next(n->w.mgr, &all, next, &offset, &size));
+    if (!size) return sum;
+  }
+}
+static void check_gathered(node_t *n, uint64_t seed) {
+  for (int i = 0; i < TENSORS; i += 2) {
+    gemini_access_t all = world_whole(n->tensors[0][i], GEMINI_READ, DEVICE);
+    CHECK_OK(gemini_acquire(n->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    CHECK(world_reads(all.ptr, 0, sizes[i], seed + (uint64_t)i));
+    CHECK_OK(gemini_release(n->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  }
+}
+static void moving_fn(const node_shape_t *shape, const gemini_group_id_t *id, uint64_t seed) {
+  node_t n = node_open(shape, id);
+  gemini_tensor_t param = n.tensors[0][2];
+  const uint64_t own = own_bytes_of(&n, param), other_tier = shape->rank == 1 ? GEMINI_TIER_FILE : HOST;
+  CHECK(own > 2 * W && own < sizes[2]);
+  node_fill(&n, seed);
+  CHECK_EQ(world_tier_bytes(&n.w, param, HOST), own);
+  check_gathered(&n, seed);
+  CHECK_EQ(world_tier_bytes(&n.w, param, HOST), own); /* gathered chunks are no slices */
+  if (shape->rank != 2) {                             /* the others do something, and not the same */
+    gemini_access_t to = world_whole(param, 0, (uint32_t)other_tier);
+    CHECK_OK(gemini_move(n.w.mgr, &to, 1));
+    CHECK_EQ(world_tier_bytes(&n.w, param, (uint32_t)other_tier), own);
+    check_gathered(&n, seed);
+  } else {
+    check_gathered(&n, seed);
+  }
+  if (shape->rank == 1) {
+    gemini_access_t all = world_whole(param, 0, DEVICE), small = world_whole(n.tensors[1][3], 0, DEVICE);
+    CHECK_OK(gemini_pin(n.w.mgr, &all));
+    CHECK_EQ(world_tier_bytes(&n.w, param, DEVICE), own);
+    CHECK_OK(gemini_hint(n.w.mgr, &small, 1)); /* states never are on the device as a whole, but slices of them can be */
+    CHECK_EQ(world_tier_bytes(&n.w, n.tensors[1][3], DEVICE), own_bytes_of(&n, n.tensors[1][3]));
+  }
+  check_gathered(&n, seed); /* from the pinned slices, too */
+  CHECK_OK(node_save(&n));
+  if (shape->rank == 1) {
+    gemini_access_t all = world_whole(param, 0, DEVICE);
+    CHECK_OK(gemini_unpin(n.w.mgr, &all));
+    CHECK_STATUS(gemini_unpin(n.w.mgr, &all), GEMINI_ERR_STATE);
+    all.tier = HOST;
+    CHECK_OK(gemini_move(n.w.mgr, &all, 1));
+    CHECK_EQ(world_tier_bytes(&n.w, param, HOST), own);
+  }
+  CHECK(node_holds(&n, seed));
+  node_close(&n);
+}
+static void test_slices_move_on_each_rank_by_itself(void) {
+  process_t before = process_now();
+  dir_make(dir);
+  run_well((node_shape_t){ .ranks = 3, .file_chunks = 100 }, moving_fn, 70);
+  run_well((node_shape_t){ .ranks = 0 }, load_fn, 70);
+  clear_dir();
+  process_check(before);
+}
+
 /* ---- training that goes on elsewhere */
 typedef struct {
   float param[ELEMENTS_MOST], master[ELEMENTS_MOST], momentum[ELEMENTS_MOST], gradient[ELEMENTS_MOST];
@@ -365,6 +428,8 @@ static void finish_step(rank_t *k) {
 static void train_fn(const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
   rank_t *k = malloc(sizeof *k);
   rank_open(k, shape, rank, group);
+  gemini_access_t pinned = world_part(k->params, 0, 5 * W, 0, 0);
+  if (rank == 1) CHECK_OK(gemini_pin(k->w.mgr, &pinned)); /* slices of this rank alone stay on the device */
   CHECK_OK(step(k, 0, true));
   CHECK_OK(gemini_iteration_begin(k->w.mgr));
   CHECK_OK(micro_batch(k, 5));
@@ -677,6 +742,7 @@ int main(void) {
   RUN(test_what_some_ranks_saved_others_load);
   RUN(test_a_run_goes_on_with_other_ranks);
   RUN(test_a_checkpoint_of_one_process_is_loaded_by_ranks);
+  RUN(test_slices_move_on_each_rank_by_itself);
   RUN(test_training_goes_on_with_other_ranks);
   RUN(test_other_layouts_and_damaged_files_are_refused);
   RUN(test_a_rank_that_fails_or_differs_fails_all_in_its_words);
