@@ -889,11 +889,11 @@ GEMINI_API gemini_status_t gemini_update_wait(gemini_manager_t mgr) GEMINI_MUST_
 
 /** @defgroup checkpoint Checkpoints
  *  @{ */
-/** Saves what all arenas hold, and the states of their tensors, in the checkpoint files, for a later process to find. For
- *  several processes: gemini_group_checkpoint().
- *  Acquired tensors are saved as HOLD. Pending updates are done first. Chunks that have not changed since they went to
- *  a file are not written again. If the process is killed at any time, the files have the previous checkpoint or this
- *  one, whole. The files need room for both until the call returns.
+/** Saves what all arenas hold, and the states of their tensors, in the checkpoint files, for a later process to find.
+ *  For several processes: gemini_group_checkpoint(). Acquired tensors are saved as HOLD. Pending updates are done
+ *  first. Chunks that have not changed since they went to a file are not written again. If the process is killed at any
+ *  time, the files have the previous checkpoint or this one, whole. The files need room for both until the call
+ *  returns.
  *  @retval GEMINI_ERR_STATE  the manager was opened without checkpoint_name
  *  @retval GEMINI_ERR_BUSY  a range is acquired for writing
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO  the previous checkpoint stays

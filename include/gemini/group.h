@@ -266,26 +266,26 @@ GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_
 
 /** Saves what all arenas hold, and the states of their tensors, for gemini_group_resume() of any number of ranks. All
  *  ranks of the group call it, at the same point of their programs. Each writes its slices; of an arena that is not
- *  sharded, each writes a part, and ranks must hold the same bytes. When all have, rank 0 makes it the checkpoint of this
- *  name by one rename: whatever is killed at whatever time, there is the previous checkpoint or this one, whole. Then the
- *  files of the previous one are removed; the disks need room for both until then. Everything is written each time,
- *  zeros excepted. It needs no file tier, and no checkpoint_name.
+ *  sharded, each writes a part, and ranks must hold the same bytes. When all have, rank 0 makes it the checkpoint of
+ *  this name by one rename: whatever is killed at whatever time, there is the previous checkpoint or this one, whole.
+ *  Then the files of the previous one are removed; the disks need room for both until then. Everything is written each
+ *  time, zeros excepted. It needs no file tier, and no checkpoint_name.
  *  @param group  over which all sharded arenas of the manager are; NULL: none is sharded, and this process is all ranks
  *  @param directories  one or several, separated by ':', as file_dir of gemini_config_t. Ranks of several machines need
  *           directories that all of them share. Borrowed until return
  *  @param name   1 to 200 bytes without '/', the same on all ranks. Files are NAME.ranks, NAME.lock and, of each rank,
  *           NAME.NUMBER-TOKEN.RANK.index and .chunks. Borrowed until return
- *  If it fails on one rank, it fails on all with that rank's status and words, "rank 2: ...", and the previous checkpoint
- *  stays. But for GEMINI_ERR_PEER, which says that a rank has ended or did not come: if that was rank 0, as the last of
- *  its steps, the new checkpoint may be there.
+ *  If it fails on one rank, it fails on all with that rank's status and words, "rank 2: ...", and the previous
+ *  checkpoint stays. But for GEMINI_ERR_PEER, which says that a rank has ended or did not come: if that was rank 0, as
+ *  the last of its steps, the new checkpoint may be there.
  *  @retval GEMINI_ERR_INVALID  a value is out of range; or a rank's arenas, tensors, name, chunk_bytes, or bytes of an
  *           arena that is not sharded, are others than those of rank 0: the message names the rank
  *  @retval GEMINI_ERR_STATE  gradients have been written that no update, or without reuse no norm or update, has taken
  *  @retval GEMINI_ERR_BUSY  a range is acquired for writing; or another process makes a checkpoint of this name
  *  @retval GEMINI_ERR_EXISTS  NAME.index is there, a checkpoint of one process (gemini_checkpoint())
  *  @retval GEMINI_ERR_UNSUPPORTED  an arena is sharded over another group
- *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  a file could not be written or read; the message names
- *           it. IO also if the rename could not be made durable: after a loss of power either checkpoint may be there
+ *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  a file, which the message names, could not be written
+ *           or read. IO also if the rename could not be made durable: after a loss of power either checkpoint may be there
  *  @retval GEMINI_ERR_OOM_HOST  there is no room on the host for a chunk that has to pass through it
  *  Blocks. Other threads' calls that need the manager's lock wait. Ranks that write for different times do not run into
  *  the deadline, but one that needs longer for the sync at the end does. Since: 0.1 */
@@ -293,9 +293,9 @@ GEMINI_API gemini_status_t gemini_group_checkpoint(gemini_manager_t mgr, gemini_
                                                    const char *name) GEMINI_MUST_CHECK;
 
 /** Reads a checkpoint of gemini_group_checkpoint(), or of gemini_checkpoint() by one process, which may have been made
- *  by any number of ranks, with any chunk_bytes. All ranks of the group call it. Each reads its slices, and all of arenas
- *  that are not sharded. The caller must have made the same arenas and tensors, by name, kind, size and offset, sharded
- *  or not; they must hold no bytes yet.
+ *  by any number of ranks, with any chunk_bytes. All ranks of the group call it. Each reads its slices, and all of
+ *  arenas that are not sharded. The caller must have made the same arenas and tensors, by name, kind, size and offset,
+ *  sharded or not; they must hold no bytes yet.
  *  @param group  with which the ranks agree; arenas may be sharded over others. NULL: none is sharded, and this process
  *           is alone
  *  @param directories, name  as for gemini_group_checkpoint(), or file_dir and checkpoint_name

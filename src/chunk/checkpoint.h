@@ -13,9 +13,9 @@ void gmi_layout_write(gmi_manager_t *m, FILE *file);
 
 typedef struct gmi_layout_reader {
   gmi_manager_t *m;
-  const char *first;      /* the first line */
-  uint64_t block_bytes;   /* of the file: the sizes below where there is no line of them */
-  bool apply;             /* sets the states of tensors, otherwise changes nothing */
+  const char *first;    /* the first line */
+  uint64_t block_bytes; /* of the file: the sizes below where there is no line of them */
+  bool apply;           /* sets the states of tensors, otherwise changes nothing */
   /* Takes a line that is none of those here. Returns NULL, or what is wrong with it. NULL: there are no others. */
   const char *(*line)(void *user, const char *line);
   void *user;

@@ -10,7 +10,7 @@
 /* System calls for managers opened from now on, for tests to fail them; NULL: the system's own. */
 extern const struct gmi_sys *gmi_files_sys;
 gemini_status_t gmi_files_open(gmi_manager_t *m);
-uint32_t gmi_files_engine(gmi_manager_t *m); /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
+uint32_t gmi_files_engine(gmi_manager_t *m);              /* GEMINI_FILE_ENGINE_*; AUTO: there is no file tier */
 uint32_t gmi_files_engine_wanted(const gmi_manager_t *m); /* GMI_ENGINE_*, for stores */
 void gmi_files_close(gmi_manager_t *m);
 gemini_status_t gmi_files_cut(gmi_manager_t *m, uint64_t block_bytes); /* sets the block size; no chunk has a block */

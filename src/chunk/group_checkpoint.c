@@ -5,13 +5,13 @@
  * write or read, which takes them different times, they meet every ROUND_NS, so that none waits for the deadline.
  *
  * Checkpoint: (1) all check what they have and agree on the name of the parts; (2) each writes its part, a store with a
- * commit of its own (io/commit.c), which is durable before (3) the ranks meet; (4) rank 0 reads all indexes, replaces the
- * root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: rank 0 removes those at
- * the end of each checkpoint. Where it is not known whether the root names a part, it stays.
+ * commit of its own (io/commit.c), which is durable before (3) the ranks meet; (4) rank 0 reads all indexes, replaces
+ * the root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: rank 0 removes
+ * those at the end of each checkpoint. Where it is not known whether the root names a part, it stays.
  *
  * Resume: (1) all read root and indexes, and compare what they see; (2) each reads the blocks that have bytes of its
- * own; (3) they meet, and only if all have succeeded do tensors get their states; otherwise all bytes that were read are
- * given up again. */
+ * own; (3) they meet, and only if all have succeeded do tensors get their states; otherwise all bytes that were read
+ * are given up again. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,9 +53,7 @@ typedef struct {
   bool parted;       /* a meeting failed: what other ranks do is not known */
 } session_t;
 
-static gemini_status_t no_memory(void) {
-  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
-}
+static gemini_status_t no_memory(void) { return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint"); }
 
 static gemini_status_t exchange(session_t *k, const void *mine, uint64_t bytes, void *all, const char *what) {
   char label[96];
@@ -208,10 +206,11 @@ static gemini_status_t check_sharded(const session_t *k, gmi_arena_t *a) {
                     "checkpoint",
                     a->name, k->group ? "another group" : "a group, and group is NULL");
   if (a->shard.reduced || (gmi_arena_has_sums(a) && a->shard.due))
-    return gmi_fail(GEMINI_ERR_STATE, 0,
-                    "gradients of arena %s are being added over the ranks: make the checkpoint after the update, or, of "
-                    "several micro-batches, after gemini_norm()",
-                    a->name);
+    return gmi_fail(
+        GEMINI_ERR_STATE, 0,
+        "gradients of arena %s are being added over the ranks: make the checkpoint after the update, or, of "
+        "several micro-batches, after gemini_norm()",
+        a->name);
   const gmi_range_t all = { .arena = a, .store = a, .size = atomic_load(&a->size) };
   return gmi_gathered_settle(m, &all, false);
 }
@@ -498,8 +497,9 @@ static gemini_status_t check_whole(const reader_t *r) {
   for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
     const gmi_arena_t *a = gmi_arena_at(m, i);
     if (a && gmi_arena_is_saved(a) && bytes[i] != atomic_load(&a->size))
-      status = gmi_fail(GEMINI_ERR_FORMAT, 0, "checkpoint %s has %llu bytes of arena %s, which has %llu",
-                        r->session->name, (unsigned long long)bytes[i], a->name, (unsigned long long)atomic_load(&a->size));
+      status =
+          gmi_fail(GEMINI_ERR_FORMAT, 0, "checkpoint %s has %llu bytes of arena %s, which has %llu", r->session->name,
+                   (unsigned long long)bytes[i], a->name, (unsigned long long)atomic_load(&a->size));
   }
   free(bytes);
   return status;

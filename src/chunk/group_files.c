@@ -33,13 +33,15 @@ static uint32_t spans_of_slices(gmi_manager_t *m, gmi_arena_t *a, gmi_span_t *sp
   const uint64_t bytes = a->element_bytes, elements = atomic_load(&a->size) / bytes, full = elements / s.chunk,
                  rest = elements % s.chunk, first = s.start * bytes;
   uint32_t count = 0;
-  if (full)
-    spans[count++] =
-        (gmi_span_t){ a->index, first, s.own * bytes, 0, full, s.chunk * bytes, s.stride * bytes };
+  if (full) spans[count++] = (gmi_span_t){ a->index, first, s.own * bytes, 0, full, s.chunk * bytes, s.stride * bytes };
   if (rest > s.start)
-    spans[count++] = (gmi_span_t){ a->index, first + full * s.chunk * bytes,
-                                   (rest - s.start < s.own ? rest - s.start : s.own) * bytes, full * s.stride * bytes,
-                                   1, 0, 0 };
+    spans[count++] = (gmi_span_t){ a->index,
+                                   first + full * s.chunk * bytes,
+                                   (rest - s.start < s.own ? rest - s.start : s.own) * bytes,
+                                   full * s.stride * bytes,
+                                   1,
+                                   0,
+                                   0 };
   return count;
 }
 
@@ -49,7 +51,7 @@ uint32_t gmi_spans_of(gmi_manager_t *m, gmi_arena_t *a, uint32_t rank, uint32_t 
   uint32_t count = 0;
   if (gmi_arena_is_sharded(a)) return spans_of_slices(m, a, spans_out);
   if (full > rank)
-    spans_out[count++] = (gmi_span_t){ a->index,     rank * chunk,  chunk, rank * chunk, (full - rank - 1) / ranks + 1,
+    spans_out[count++] = (gmi_span_t){ a->index,      rank * chunk, chunk, rank * chunk, (full - rank - 1) / ranks + 1,
                                        ranks * chunk, ranks * chunk };
   if (rest && full % ranks == rank)
     spans_out[count++] = (gmi_span_t){ a->index, full * chunk, rest, full * chunk, 1, 0, 0 };
@@ -98,9 +100,8 @@ gemini_status_t gmi_part_describe(gmi_manager_t *m, const gmi_part_id_t *id, cha
     const uint32_t count = gmi_spans_of(m, a, id->rank, id->ranks, spans);
     for (uint32_t k = 0; k < count; k++) {
       const gmi_span_t *s = &spans[k];
-      fprintf(file,
-              "span %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", s->arena,
-              s->offset, s->size, s->at, s->count, s->step, s->step_at);
+      fprintf(file, "span %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n",
+              s->arena, s->offset, s->size, s->at, s->count, s->step, s->step_at);
     }
   }
   fprintf(file, "end\n");
@@ -154,7 +155,8 @@ static const char *read_line(void *user, const char *line) {
     return NULL;
   }
   if (gmi_word_at(&line, "sums")) {
-    const gmi_arena_t *a = gmi_number_at(&line, 0, UINT64_MAX, &n[0]) ? arena_of(l->m, l->reader->arena_of, n[0]) : NULL;
+    const gmi_arena_t *a =
+        gmi_number_at(&line, 0, UINT64_MAX, &n[0]) ? arena_of(l->m, l->reader->arena_of, n[0]) : NULL;
     if (!a) return "which names no arena";
     p->sums[a->index / 32] |= 1u << a->index % 32;
     return NULL;
@@ -189,10 +191,11 @@ static gemini_status_t check_sums(gmi_manager_t *m, const gmi_part_t *p) {
   for (uint32_t i = 0; i < p->files.index.entry_count; i++) {
     const gmi_arena_t *a = arena_of(m, p->arena_of, p->files.index.entries[i].key >> 32);
     if (a && gmi_arena_has_sums(a) && !(p->sums[a->index / 32] >> a->index % 32 & 1))
-      return gmi_fail(GEMINI_ERR_FORMAT, 0,
-                      "it has gradients of arena %s, but does not say whether others are to be added to them: zero them "
-                      "(gemini_zero()) before the checkpoint",
-                      a->name);
+      return gmi_fail(
+          GEMINI_ERR_FORMAT, 0,
+          "it has gradients of arena %s, but does not say whether others are to be added to them: zero them "
+          "(gemini_zero()) before the checkpoint",
+          a->name);
   }
   return GEMINI_OK;
 }
@@ -317,7 +320,8 @@ gemini_status_t gmi_root_read(gmi_manager_t *m, const char *directories, const c
   const gmi_sys_t *sys = gmi_files_sys_of(m);
   gmi_root_t r = { .of_group = true };
   gmi_index_t x = { 0 }, other = { 0 };
-  char *path = gmi_saved_path(directories, 0, name, ".ranks"), *other_path = gmi_saved_path(directories, 0, name, ".index");
+  char *path = gmi_saved_path(directories, 0, name, ".ranks"),
+       *other_path = gmi_saved_path(directories, 0, name, ".index");
   gemini_status_t status = path && other_path ? gmi_index_read(sys, path, &x) : no_memory();
   const bool none = status == GEMINI_ERR_NOT_FOUND;
   if (!status || none) {

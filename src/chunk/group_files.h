@@ -14,9 +14,9 @@
 
 enum { GMI_PART_NAME_BYTES = 288 };
 
-/* Which bytes of an arena a part has: count ranges of size bytes each, of which each is step bytes behind the one before
- * in the arena, and step_at bytes in the part. In the part, the bytes of an arena are cut into chunks, and a block has
- * the key arena << 32 | chunk; a chunk without a block is zeros. */
+/* Which bytes of an arena a part has: count ranges of size bytes each, of which each is step bytes behind the one
+ * before in the arena, and step_at bytes in the part. In the part, the bytes of an arena are cut into chunks, and a
+ * block has the key arena << 32 | chunk; a chunk without a block is zeros. */
 typedef struct gmi_span {
   uint64_t arena; /* in a part that was read: its own number of it */
   uint64_t offset, size, at, count, step, step_at;
@@ -53,13 +53,13 @@ typedef struct gmi_part {
   uint64_t chunk_bytes, held_bytes;
   gmi_span_t *spans;
   uint32_t span_count, span_capacity;
-  uint32_t arena_of[GMI_ARENAS]; /* the part's number of an arena to this manager's */
+  uint32_t arena_of[GMI_ARENAS];  /* the part's number of an arena to this manager's */
   uint32_t sums[GMI_ARENAS / 32]; /* bit map by this manager's number: gradients of earlier micro-batches */
 } gmi_part_t;
 
 typedef struct gmi_root {
-  bool of_group;    /* false: there is the index of one process's checkpoint in its place */
-  uint32_t parts;   /* 1 of one process */
+  bool of_group;  /* false: there is the index of one process's checkpoint in its place */
+  uint32_t parts; /* 1 of one process */
   uint64_t number, token;
   uint32_t checksum; /* of the file */
   uint32_t *sums;    /* checksum of each part's index; owned */

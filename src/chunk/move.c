@@ -13,8 +13,8 @@
 
 /* ---- hint, move, pin */
 /* Of a sharded arena, all calls are for this rank's slices. They gather nothing, and leave what was gathered where it
- * is: that is the same on all ranks (chunk/shard.c), while these calls may differ between them. A range in which the rank
- * has no slice, or for which no chunk size is chosen yet, is empty. */
+ * is: that is the same on all ranks (chunk/shard.c), while these calls may differ between them. A range in which the
+ * rank has no slice, or for which no chunk size is chosen yet, is empty. */
 static gemini_status_t resolve(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r) {
   gmi_range_t named;
   gemini_status_t status = gmi_range_resolve_any(m, access, &named);

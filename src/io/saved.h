@@ -15,15 +15,14 @@ typedef struct gmi_saved {
   char *name;              /* owned */
   char *index_path;        /* owned */
   gmi_index_t index;
-  int fd;         /* of the file that was read last; -1: none is open */
-  uint32_t file;  /* its number */
-  char *fd_path;  /* owned */
+  int fd;        /* of the file that was read last; -1: none is open */
+  uint32_t file; /* its number */
+  char *fd_path; /* owned */
 } gmi_saved_t;
 
 /* Reads the index of the checkpoint `name`, and looks whether the files have all blocks that it names. NOT_FOUND: there
  * is no index; FORMAT: it is damaged, or a file is missing or too short. The message names file and reason. */
-gemini_status_t gmi_saved_open(const gmi_sys_t *sys, const char *directories, const char *name,
-                               gmi_saved_t *saved_out);
+gemini_status_t gmi_saved_open(const gmi_sys_t *sys, const char *directories, const char *name, gmi_saved_t *saved_out);
 /* Reads the first size_bytes bytes of the block of an entry, as many as were written, and compares its checksum. */
 gemini_status_t gmi_saved_read(gmi_saved_t *saved, uint32_t entry, void *buffer, uint64_t size_bytes);
 void gmi_saved_close(gmi_saved_t *saved); /* of all zeros: does nothing */
@@ -33,12 +32,12 @@ void gmi_saved_close(gmi_saved_t *saved); /* of all zeros: does nothing */
 char *gmi_saved_path(const char *directories, uint32_t n, const char *name, const char *end);
 /* Removes the files of the checkpoint `name`, as far as they exist. */
 void gmi_saved_remove(const gmi_sys_t *sys, const char *directories, const char *name);
-/* Removes the files of all checkpoints that are named `<name>.<number>-<number>.<number>`, unless their name begins with
- * keep, which may be NULL. */
+/* Removes the files of all checkpoints that are named `<name>.<number>-<number>.<number>`, unless their name begins
+ * with keep, which may be NULL. */
 void gmi_saved_sweep(const gmi_sys_t *sys, const char *directories, const char *name, const char *keep);
 
-/* Locks "<name>.lock" in the first directory, which is made if there is none, and stays. BUSY: another process has it. A
- * file system without locks is taken for one on which nobody else has it. */
+/* Locks "<name>.lock" in the first directory, which is made if there is none, and stays. BUSY: another process has it.
+ * A file system without locks is taken for one on which nobody else has it. */
 gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, const char *name, int *fd_out);
 void gmi_saved_unlock(const gmi_sys_t *sys, int fd); /* -1: does nothing */
 

@@ -2095,7 +2095,8 @@ static void test_what_sharded_arenas_cannot_do_is_refused(void) {
   bytes = 77;
   REFUSED(UNSUPPORTED, "sharded is sharded over a group, and group is NULL", gemini_group_checkpoint, mgr, NULL, ".",
           "run");
-  REFUSED(UNSUPPORTED, "sharded is sharded over a group, and group is NULL", gemini_group_resume, mgr, NULL, ".", "run");
+  REFUSED(UNSUPPORTED, "sharded is sharded over a group, and group is NULL", gemini_group_resume, mgr, NULL, ".",
+          "run");
   REFUSED(INVALID, "offset_out is NULL", gemini_slice_next, mgr, &a, 0, NULL, &size);
   REFUSED(INVALID, "size_out is NULL", gemini_slice_next, mgr, &a, 0, &offset, NULL);
   CHECK(bytes == 77 && offset == 77 && size == 77);
