@@ -285,8 +285,8 @@ GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_
  *  @retval GEMINI_ERR_EXISTS  NAME.index is there, a checkpoint of one process (gemini_checkpoint())
  *  @retval GEMINI_ERR_UNSUPPORTED  an arena is sharded over another group
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  a file, which the message names, could not be written
- *           or read. IO also if the rename could not be made durable: after a loss of power either checkpoint may be
- *  there
+ *           or read. IO also if the rename could not be made durable: then a loss of power may bring back the previous
+ *           checkpoint
  *  @retval GEMINI_ERR_OOM_HOST  there is no room on the host for a chunk that has to pass through it
  *  Blocks. Other threads' calls that need the manager's lock wait. Ranks that write for different times do not run into
  *  the deadline, but one that needs longer for the sync at the end does. Since: 0.1 */

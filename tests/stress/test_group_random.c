@@ -618,7 +618,7 @@ static void check_saved(rank_t *k) {
                           k->sums.on ? NULL : one.params);
   one.masters = world_arena(&one.w, GEMINI_KIND_MASTER, 4, NULL, one.params, NULL);
   for (uint32_t t = 0; t < k->tensors; t++) {
-    char name[16];
+    char name[24];
     snprintf(name, sizeof name, "tensor %u", t);
     one.param[t] = world_tensor(&one.w, one.params, name, k->elements[t] * k->element_bytes);
     CHECK_OK(gemini_tensor_counterpart(one.w.mgr, one.param[t], one.grads, &one.grad[t]));
