@@ -269,6 +269,7 @@ gemini_status_t gmi_layout_read(gmi_layout_reader_t *r, const char *blob, uint64
 
 static gemini_status_t read_layout(gmi_layout_reader_t *r, const char *blob, uint64_t bytes) {
   const uint64_t sizes[2] = { gmi_chunk_bytes(r->m), gmi_copy_bytes(r->m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) };
+  r->block_bytes = gmi_block_bytes(r->m);
   gemini_status_t status = gmi_layout_read(r, blob, bytes);
   if (!status && memcmp(r->sizes, sizes, sizeof sizes) != 0)
     status = gmi_fail(GEMINI_ERR_FORMAT, 0,
@@ -297,7 +298,7 @@ static gemini_status_t resume(gmi_manager_t *m) {
   const void *blob;
   uint32_t count, arena = 0, index = 0;
   uint64_t blob_bytes;
-  gmi_layout_reader_t r = { .m = m, .first = "gemini-keep 1", .block_bytes = gmi_block_bytes(m) };
+  gmi_layout_reader_t r = { .m = m, .first = "gemini-keep 1" };
   gemini_status_t status = check_kept(m);
   if (!status && m->file.checkpoint_is_ours)
     status = gmi_fail(GEMINI_ERR_STATE, 0,
