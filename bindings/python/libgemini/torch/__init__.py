@@ -43,6 +43,7 @@ from . import (
     tensors as _tensors,
     unit as _unit,
 )
+from .blocks import WANTED as _UNITS
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
 from .session import Session
@@ -141,6 +142,7 @@ def init(
     zero: int | str = 3,
     deadline: float = 0.0,
     rank_order: bool = False,
+    units: str = "auto",
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -189,6 +191,10 @@ def init(
         deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10, on GPUs 60.
         rank_order: With several processes on GPUs: add gradients in the order of the processes, with the same bits in
             each run, in place of an order that NCCL chooses; slower. On the simulated device that is always so.
+        units: Whether the parameters of repeated blocks are acquired together, which costs the calling thread less.
+            "auto": as long as all parameters, gradients, states and other tensors of the session fit on the device.
+            "always": also where they do not. "never": each use by itself, except in unit(). With several processes
+            always as "never".
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -205,6 +211,8 @@ def init(
     _check_torch(cuda)
     if zero not in (1, 2, 3, "auto"):
         raise GeminiError(f'zero is {zero!r}: want 1, 2, 3 or "auto"', "INVALID")
+    if units not in _UNITS:
+        raise GeminiError(f"units is {units!r}: want {', '.join(map(repr, _UNITS))}", "INVALID")
     process_group = _ranks.find(process_group)
     if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
         host_memory = _ranks.host_share(process_group)
@@ -232,6 +240,7 @@ def init(
         zero=_ZERO_AUTO if isinstance(zero, str) else zero,
         deadline=deadline,
         rank_order=rank_order,
+        units=units,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)

@@ -245,8 +245,11 @@ class AdamwRule:
         self.unsure += 1
         if self.unsure > MOST_UNSURE:
             self.session.lib.update_wait(self.session.handle)
-        elif self.session.manager.stats()["pending_updates"]:
-            return
+        else:
+            stats = abi.Stats()
+            self.session.lib.stats(self.session.handle, stats)
+            if stats.pending_updates:
+                return
         self.walks.clear()
         self.unsure = 0
 

@@ -47,8 +47,9 @@ class Backward:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # What the function that the backward pass has reached has acquired, and on which stream.
-        self.held: tuple[Use, int] | None = None
+        # What the function that the backward pass has reached has acquired, and on which stream; before it, the unit
+        # that the function is in.
+        self.held: list[tuple[Use, int]] = []
         self.task = -1  # autograd's number of the backward pass in progress
         # Gradients of parameters of the function that the backward pass has reached.
         self.landed: list[Landed] = []
@@ -80,11 +81,15 @@ class Backward:
         """Whether a backward pass is under way, or was ended by an exception, so that gradients may not be stored."""
         return self.task != -1 or bool(self.landed)
 
-    def operator(self, use: Use) -> None:
+    def operator(self, use: Use, within: Use | None = None) -> None:
         """Autograd has reached the function of a use: acquires what it reads, until autograd reaches the next function.
 
         Activation checkpointing may run forward functions in between. They are operators of their own, and what is held
         here stays acquired beside them.
+
+        Args:
+            use: What the function has used.
+            within: What the unit has used whose forward pass has called the function, or None.
         """
         if torch.is_grad_enabled():
             raise GeminiError(
@@ -93,17 +98,27 @@ class Backward:
             )
         self.session.refuse_closed(use.forward_name.decode())
         self.begin()
-        self.leave_function()
+        if self.holds(use):  # another node of the same function
+            return
+        self.leave_function(1 if within and self.held and self.held[0][0] is within else 0)
         self.session.brackets.op_begin(use.backward_name)
         stream = self.session.holds.stream()
         self.session.holds.acquire_use(use, stream)
-        self.held = use, stream
+        self.held.append((use, stream))
 
-    def leave_function(self) -> None:
-        """The backward pass has left a function: releases what it held, and stores its gradients."""
-        held, self.held = self.held, None
-        if held:
-            self.session.holds.release_use(*held)
+    def holds(self, use: Use) -> bool:
+        """Whether the function that was reached last has acquired a use, for the stream that is torch's current one."""
+        if not self.held or self.held[-1][0] is not use:
+            return False
+        return not self.session.cuda or self.held[-1][1] == self.session.holds.stream()
+
+    def leave_function(self, kept: int = 0) -> None:
+        """The backward pass has left a function: releases what it held, and stores its gradients.
+
+        kept: how many of self.held stay.
+        """
+        while len(self.held) > kept:
+            self.session.holds.release_use(*self.held.pop())
         self.store_landed()
         if self.session.activations:
             self.session.activations.drain()
@@ -113,12 +128,14 @@ class Backward:
 
         only: the record of one parameter, or None for all.
         """
+        if not self.landed:
+            return
         early: list[Record] = []
         for batch in self.batches([one for one in self.landed if only is None or one.record is only]):
             self.store_batch(batch)
             for one in batch:
                 self.landed.remove(one)
-                if one.record in self.session.rule_of:
+                if one.record.early and one.record in self.session.rule_of:
                     early.append(one.record)
         if early:
             self.session.brackets.op_end()
@@ -128,19 +145,26 @@ class Backward:
     def batches(self, landed: list[Landed]) -> list[list[Landed]]:
         """Divides gradients into batches that may be on the device together, each parameter's once in a batch."""
         batches: list[list[Landed]] = []
+        most = self.session.manager.config.device_bytes // BATCHES
         left = 0
+        records: set[Record] = set()  # of the last batch
         for one in landed:
             size = one.record.grad_place.size_bytes
             left -= size
-            if not batches or left < 0 or any(one.record is other.record for other in batches[-1]):
+            if not batches or left < 0 or one.record in records:
                 batches.append([])
-                left = self.session.manager.config.device_bytes // BATCHES - size
+                left, records = most - size, set()
             batches[-1].append(one)
+            records.add(one.record)
         return batches
 
     def store_batch(self, batch: list[Landed]) -> None:
         """Stores gradients, except those that were stored before an interrupt. If it fails, it can be called again."""
-        parts = [(one.record, one.gradient, one.record.has_grad) for one in batch if self.begins_storing(one)]
+        with internals.plain():
+            native = self.session.holds.native_stream()
+            parts = [
+                (one.record, one.gradient, one.record.has_grad) for one in batch if self.begins_storing(one, native)
+            ]
         try:
             self.store(parts)
         except GeminiError as error:
@@ -155,19 +179,26 @@ class Backward:
         Args:
             parts: Records, values of their gradients, and whether the stored values stay, so that these add to them.
         """
-        session, ranges, stored = self.session, [], []
+        session = self.session
+        ranges: list[typing.Any] = []
+        stored: list[tuple[Record, torch.Tensor]] = []
+        adds: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for record, values, add in parts:
             if values.is_sparse:
                 values = values.to_dense()
             place, mode = record.grad_place, abi.READ_WRITE if add else abi.WRITE
             if session.ranks:
                 session.ranks.store(record, values)
-            elif not place.elements:  # to the library, size 0 means all of the arena
+            elif not place.size_bytes:  # to the library, size 0 means all of the arena
                 record.has_grad, record.norm = True, torch.linalg.vector_norm(place.tensor, dtype=torch.float32)
             else:
-                record.settle(mode)
+                if record.factor != 1.0 or record.multiplying != -1:
+                    record.settle(mode)
+                record.known_norm = None
                 ranges.append((place, 0, place.size_bytes, mode))
-                stored.append((record, place.tensor, values, add))
+                stored.append((record, place.tensor))
+                (adds if add else copies).append((place.tensor, values))
         if not ranges:
             return
         use, stream = session.holds.use(ranges, "grad"), session.holds.stream()
@@ -175,42 +206,48 @@ class Backward:
             session.brackets.op_begin(use.forward_name)
         session.holds.acquire_use(use, stream)
         try:
-            for record, tensor, values, add in stored:
-                if add:
-                    tensor.add_(values)
-                else:
-                    tensor.copy_(values)
+            for tensor, values in adds:
+                tensor.add_(values)
+            if len(copies) > 1:
+                internals.foreach_copy([tensor for tensor, _ in copies], [values for _, values in copies])
+            elif copies:
+                copies[0][0].copy_(copies[0][1])
+            for record, tensor in stored:
                 # Gradients of early updates cannot be clipped, so nobody needs their norms.
                 known = self.norms and not record.early
-                record.norm = torch.linalg.vector_norm(tensor, dtype=torch.float32) if known else None
+                record.known_norm = torch.linalg.vector_norm(tensor, dtype=torch.float32) if known else None
                 record.has_grad = True
         finally:
             session.holds.release_use(use, stream)
 
-    def begins_storing(self, one: Landed) -> bool:
-        """Prepares a gradient for being stored. Returns False if it was stored before an interrupt."""
+    def begins_storing(self, one: Landed, native: int | None) -> bool:
+        """Prepares a gradient for being stored. Returns False if it was stored before an interrupt.
+
+        native: torch's current stream; see Holds.native_stream().
+        """
         record, gradient, stored = one.record, one.gradient, one.record.grad_place.tensor
         param = record.param
-        with internals.plain():
-            if param is not None and internals.get_grad(param) is gradient:  # an interrupt came before it was cleared
-                internals.set_grad(param, None)
+        if param is not None and internals.get_grad(param) is gradient:  # an interrupt came before it was cleared
+            internals.set_grad(param, None)
         if one.version not in (-1, internals.version(stored)):
             record.has_grad, record.norm = True, None
             return False
-        if one.stream != self.session.holds.native_stream():  # where autograd made it
+        if one.stream != native:  # where autograd made it
             torch.cuda.current_stream(self.session.device).wait_stream(
                 torch.cuda.ExternalStream(one.stream, self.session.device)
             )
             gradient.record_stream(torch.cuda.current_stream(self.session.device))
-        if record.has_grad and record.grad_place.elements and not self.session.ranks:
+        if record.has_grad and record.grad_place.size_bytes and not self.session.ranks:
             record.settle(abi.READ_WRITE)  # which writes, too
         one.version = internals.version(stored)
         return True
 
     def queue(self, record: Record, gradient: torch.Tensor) -> None:
         """Queues a gradient to be stored, unless it was queued before an interrupt."""
-        if not any(one.gradient is gradient for one in self.landed):
-            self.landed.append(Landed(record, gradient, self.session.holds.native_stream()))
+        for one in self.landed:
+            if one.gradient is gradient:
+                return
+        self.landed.append(Landed(record, gradient, self.session.holds.native_stream()))
 
     def forget(self, record: Record) -> None:
         """Forgets the gradients of a parameter that are not stored yet."""

@@ -18,10 +18,11 @@ from .. import abi
 from ..abi import GeminiError
 from . import internals
 from .arenas import in_backward
-from .tensors import Use, run_with
+from .tensors import Use, blocks, run_with
 
 if typing.TYPE_CHECKING:
     from .arenas import Place
+    from .blocks import Block
     from .session import Session
     from .unit import Unit
 
@@ -36,8 +37,8 @@ def _runs(function: typing.Callable[..., typing.Any]) -> bool:
     return frame is not None
 
 
-# What was acquired together: accesses as the library takes them, their number, the stream, and the unit or None.
-Hold = tuple[typing.Any, int, int, "Unit | None"]
+# What was acquired together: accesses as the library takes them, their number, the stream, and the unit, block or None.
+Hold = tuple[typing.Any, int, int, "Unit | Block | None"]
 # A place, an offset there, a size in bytes, and a mode: abi.READ, WRITE or both.
 Range = tuple["Place", int, int, int]
 
@@ -95,9 +96,11 @@ class Holds:
     def recover(self) -> None:
         """Releases the holds that an interrupt has left behind, if nothing is in use now."""
         left = [hold for hold in self.noted if not (hold[3] and hold[3].graphed)]
-        if not left or in_backward() or _runs(run_with):
+        if not (left or blocks or self.session.running) or in_backward() or _runs(run_with):
             return
-        self.session.backward.held = None
+        blocks.clear()
+        self.session.running.clear()
+        self.session.backward.held.clear()
         for hold in left:
             with contextlib.suppress(GeminiError):  # it was released already, or not acquired yet
                 if hold[3]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import operator
 import os
 import sys
 import types
@@ -22,6 +24,7 @@ from .. import abi
 from ..abi import GeminiError
 from . import internals, patches
 from .arenas import DTYPES, Place, in_backward
+from .blocks import Blocks
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
@@ -279,13 +282,14 @@ class Record:
 
         It is queued to be stored in its arena, and param.grad is cleared.
         """
-        with _plain(), torch.no_grad():
+        with _plain():
             fresh = _get_grad(self.param)
-            if (
-                fresh is None or self.given and not self.early
-            ):  # autograd has added to a tensor that others may have, too
+            if fresh is None:
                 return
-            self.forget_given()
+            if self.given:
+                if not self.early:  # autograd has added to a tensor that others may have, too
+                    return
+                self.forget_given()
             if self.spent:
                 _set_grad(self.param, None)
                 raise GeminiError(
@@ -692,6 +696,74 @@ def same_values(param, buffer, first):
     return torch.equal(*(one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (part, buffer)))
 
 
+def record_of(param):
+    """The record of a parameter, or None."""
+    return getattr(param, "_gm_record", None)
+
+
+_needs_gradient = operator.attrgetter("requires_grad")
+
+
+class Checked:
+    """The parameters of a module as Model.check() has seen them: which, in which modules, where, of which record.
+
+    It refers to them, as the module does. Whatever adds, replaces, moves, freezes or thaws one, with or without
+    libgemini's notice, changes one of these lists.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.children, self.params = self.inside()
+        own = [param for param in self.params if param is not None]
+        self.managed = [param for param in own if record_of(param) is not None]
+        self.others = [param for param in own if record_of(param) is None]
+        self.seen = self.look()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Checked | None:
+        """Looks at all modules in one; None if one of them keeps its parameters in its own way, as torch.jit's do."""
+        modules = list(module.modules())
+        usual = all(
+            isinstance(one._parameters, dict)
+            and isinstance(one._modules, dict)
+            and type(one).named_parameters is nn.Module.named_parameters
+            for one in modules
+        )
+        return cls(modules) if usual else None
+
+    def inside(self) -> tuple[list[typing.Any], list[typing.Any]]:
+        """The children of all modules, one module's after another's, and the parameters likewise; None among them."""
+        chain = itertools.chain.from_iterable
+        return (
+            list(chain([module._modules.values() for module in self.modules])),
+            list(chain([module._parameters.values() for module in self.modules])),
+        )
+
+    def look(self) -> list[typing.Any]:
+        """What can change of the parameters themselves: one list for each property, as Python makes these quickly."""
+        records: list[typing.Any] = list(map(record_of, self.managed))
+        with _plain():
+            return [
+                records,
+                [record and record.hook for record in records],
+                list(map(_needs_gradient, self.managed)),
+                list(map(torch.Tensor.data_ptr, self.managed)),
+                list(map(record_of, self.others)),
+                list(map(_needs_gradient, self.others)),
+            ]
+
+    def still(self) -> bool:
+        """Whether nothing has changed."""
+        children, params = self.inside()
+        return (
+            len(children) == len(self.children)
+            and len(params) == len(self.params)
+            and all(map(operator.is_, children, self.children))
+            and all(map(operator.is_, params, self.params))
+            and self.look() == self.seen
+        )
+
+
 class Model:
     """A prepared module: its parameters by name, and the hooks that begin a training step."""
 
@@ -699,6 +771,8 @@ class Model:
         self.session = session
         self.module = module
         self.records: dict[str, Record] = {}
+        self.blocks = typing.cast(Blocks, None)  # until take()
+        self.checked: Checked | None = None  # what check() has seen when it last found nothing to do
         # A context manager around each forward pass, which says what becomes of the tensors that autograd saves.
         self.saving: typing.Callable[[], typing.ContextManager[object]] = contextlib.nullcontext
         self.take()
@@ -708,6 +782,7 @@ class Model:
     def take(self):
         """Moves parameters into the session that are not in it, and buffers to the device."""
         session, module = self.session, self.module
+        self.checked = None
         for name, param in module.named_parameters():
             if param.is_meta:
                 raise GeminiError(
@@ -736,7 +811,10 @@ class Model:
             session.ranks.meet()  # some take longer to move the model in
             session.ranks.check_model(self.records)
             session.ranks.share_buffers(module)
+        if self.blocks:
+            self.blocks.unwrap()
         make_units(session, module)
+        self.blocks = Blocks(session, module)
         for record in self.records.values():
             record.guard()
 
@@ -912,7 +990,16 @@ class Model:
             become_number(buffer)
 
     def check(self):
-        """Checks that parameters are where they were, and that those that need gradients have places for them."""
+        """Checks that parameters are where they were, and that those that need gradients have places for them.
+
+        Walking the names of all modules takes longer than the forward pass of a small one: it is done again only if
+        something has changed since it was done.
+        """
+        if self.checked is None or not self.checked.still():
+            self.check_all()
+            self.checked = Checked.of(self.module)
+
+    def check_all(self):
         for name, param in self.module.named_parameters():
             record = getattr(param, "_gm_record", None)
             if record is None:
@@ -969,6 +1056,8 @@ class Model:
             session.brackets.iteration_end()
         if not session.brackets.iteration:
             session.brackets.iteration_begin("train" if torch.is_grad_enabled() else "infer")
+            for model in session.models:
+                model.blocks.decide()
         session.brackets.pass_begin()
         session.renew_masters()
         for record in list(session.given):

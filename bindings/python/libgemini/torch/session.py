@@ -29,6 +29,7 @@ if typing.TYPE_CHECKING:
     from .activations import Activations
     from .allocator import Process
     from .model import Model, Record
+    from .tensors import Use
 
 
 class Session:
@@ -37,6 +38,7 @@ class Session:
     Attributes:
         device: The torch device that tensors of the session are on.
         progress: Whether long operations report their progress, as of init().
+        units: Whether parameters of repeated blocks are acquired together, as of init(); see blocks.py.
         cuda: Whether device is a GPU; otherwise it is the simulated device.
         manager: The libgemini.Manager, whose handle is 0 once the session was closed.
         arenas: Where tensors live; see arenas.py.
@@ -72,6 +74,7 @@ class Session:
         zero: int,
         deadline: float,
         rank_order: bool,
+        units: str,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
@@ -79,6 +82,7 @@ class Session:
         """
         self.device = device
         self.progress = progress
+        self.units = units
         self.cuda = device.type == "cuda"
         memory, margin = parse_bytes(device_memory, "device_memory"), parse_bytes(device_margin, "device_margin")
         chunk_size = parse_bytes(chunk_size, "chunk_size") or chunk_bytes(memory, self.cuda)
@@ -130,6 +134,7 @@ class Session:
         # The text of the error for a use after the manager is closed.
         self.gone = "the session was closed, and its parameters with it"
         self.models: list[Model] = []
+        self.running: list[Use] = []  # of the units that run, one within the other: what their backward passes use
         self.reset_iterations = 0  # iterations that had ended when statistics were last started anew
         # Records of parameters whose gradient was assigned, in the order of the assignments.
         self.given: dict[Record, None] = {}
@@ -149,7 +154,7 @@ class Session:
             early: Also those of parameters that are updated in the backward pass, for which that is their update.
         """
         with internals.plain():
-            left = [record for record in self.records if record.has_left()]
+            left = [record for record in self.records if record.hook is not None and record.has_left()]
         for record in left:
             if early or not record.early:
                 record.take_left()
@@ -176,7 +181,7 @@ class Session:
     def forked(self) -> None:
         """Ends the session in a process that os.fork() made, such as a worker of a DataLoader. The parent keeps it."""
         self.handle = self.manager.handle = 0
-        self.brackets.iteration, self.brackets.op_open, self.backward.held = None, False, None
+        self.brackets.iteration, self.brackets.op_open, self.backward.held = None, False, []
         self.gone = (
             "the session is in the process that forked this one, and so are its parameters: give this process copies, "
             'made before, or begin it by "spawn"'

@@ -30,11 +30,13 @@ from .layout import is_dense
 
 if typing.TYPE_CHECKING:
     from .arenas import Place
+    from .blocks import Block
     from .model import Record
     from .unit import Unit
 
 _Tensor: typing.Any = torch.Tensor  # type checkers do not know its descriptors
 units: list[Unit] = []  # the units that are in use now
+blocks: list[Block] = []  # the repeated blocks that run now, one within the other
 # The value of Place.written after a function that writes has failed.
 UNSURE = "unsure"
 
@@ -164,8 +166,13 @@ def mark_views(out: typing.Any, tensors: typing.Iterable[ManagedTensor]) -> typi
     return out
 
 
+_WITHOUT_NODES = {type(None), bool, int, float, str}
+
+
 def grad_nodes(value, nodes):
     """Adds the autograd nodes that made the tensors in a value to a set."""
+    if type(value) in _WITHOUT_NODES:
+        return
     if isinstance(value, _Tensor):
         try:
             node = value.grad_fn
@@ -208,10 +215,14 @@ def run_with(session, use, func, args, kwargs, read=()):
 
 
 def hook_nodes(session, use, nodes):
-    """Has the backward pass acquire a use when it reaches one of the nodes."""
+    """Has the backward pass acquire a use when it reaches one of the nodes.
+
+    Within a unit, which goes on behind the nodes, what the unit has acquired stays acquired.
+    """
+    reached = (use, session.running[-1]) if session.running else (use,)
     for node in nodes:
         node.register_prehook(
-            lambda _, graph=session.brackets.graph: session.backward.operator(use)
+            lambda _, graph=session.brackets.graph: session.backward.operator(*reached)
         )  # which keeps the graph's mark alive
 
 
@@ -1009,6 +1020,45 @@ def _dispatch(func, args, kwargs):
     return _run(func, args, kwargs)
 
 
+def _functions(*names):
+    """The functions and methods of torch of these names."""
+    owners = _Tensor, torch, torch.nn.functional
+    return {getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
+
+
+# Functions that write no argument, return one tensor that is no view of one, and take tensors as arguments only, not in
+# lists: a block that has all of its parameters on the device has nothing to look at before it calls them.
+_PURE = _functions(
+    *("linear", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d"),
+    *("addmm", "matmul", "mm", "bmm", "baddbmm", "mv", "mul", "add", "sub", "div"),
+    *(f"__{side}{name}__" for side in ("", "r") for name in ("matmul", "mul", "add", "sub", "truediv")),
+)
+
+
+def _in_block(block, func, args, kwargs):
+    """Runs a function of _PURE with parameters of a block that is running. Returns None if it is not to be run so."""
+    places = block.places
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, ManagedTensor) and (
+            value._gm_place not in places or value._gm_grad is not None or type(value) not in _PLAIN_KINDS
+        ):
+            return None
+    if (
+        internals.transform_level() is not None
+        or block.stream is not None
+        and block.stream != block.session.holds.native_stream()
+        or kwargs
+        and kwargs.get("out") is not None
+    ):
+        return None
+    with _plain():
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        node = out.grad_fn
+    if node is not None:
+        node.register_prehook(block.hook)
+    return out
+
+
 class ManagedTensor(torch.Tensor):
     """A tensor in an arena, or a view of one."""
 
@@ -1020,6 +1070,10 @@ class ManagedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if blocks and func in _PURE:
+            out = _in_block(blocks[-1], func, args, kwargs)
+            if out is not None:
+                return out
         if func in _AUTOGRAD:
             return _autograd(func, args, kwargs or {})
         with _plain():
@@ -1099,6 +1153,7 @@ class ManagedNumberParameter(ManagedNumber, ManagedParameter):
     """A parameter in an arena that was frozen, and has no dimensions."""
 
 
+_PLAIN_KINDS = {ManagedTensor, ManagedParameter}
 _USUAL |= {ManagedTensor, ManagedParameter, ManagedNumber, ManagedNumberParameter}
 
 

@@ -108,6 +108,14 @@ class _Kinds(dict):
 
 _is_plain = _Kinds().__getitem__
 _version = operator.attrgetter("_version")
+_address = torch.Tensor.data_ptr
+
+
+def _address_or_0(tensor):
+    try:
+        return _address(tensor)
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return 0
 
 
 def collections():
@@ -228,17 +236,18 @@ class Unit:
         """Makes tensors managed that were made over the parameters in the meantime and that somebody has kept."""
         if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
             return
-        found = []
+        found, begin, end = [], self.begin, self.end
         with internals.plain():
-            for one in tensors_since(self.before):
-                try:
-                    if not self.begin <= one.data_ptr() < self.end:
-                        continue
-                except (NotImplementedError, RuntimeError):  # a tensor without storage
-                    continue
-                storage = internals.storage_number(one)
-                if storage in self.storages:
-                    found.append((one, self.storages[storage][1]))
+            made = tensors_since(self.before)
+            try:
+                addresses = list(map(_address, made))
+            except (NotImplementedError, RuntimeError):
+                addresses = list(map(_address_or_0, made))
+            for one, address in zip(made, addresses):
+                if begin <= address < end:
+                    storage = internals.storage_number(one)
+                    if storage in self.storages:
+                        found.append((one, self.storages[storage][1]))
         for one, place in found:
             self.manage(one, place)
 
@@ -270,7 +279,12 @@ class Unit:
         inputs: set[typing.Any] = set()
         if torch.is_grad_enabled():
             grad_nodes((args, kwargs), inputs)
-        out = run_with(self.session, self.use, call, args, kwargs)
+        running = self.session.running
+        running.append(self.use)
+        try:
+            out = run_with(self.session, self.use, call, args, kwargs)
+        finally:
+            running.pop()
         if torch.is_grad_enabled():
             nodes: set[typing.Any] = set()
             grad_nodes((out, args, kwargs), nodes)  # arguments may have been changed in place
@@ -360,6 +374,9 @@ def unit(session, module):
     for other, inner in tree.named_modules():
         if find(inner) and inner is not module and (module in inner.modules() or inner in module.modules()):
             raise GeminiError(f"{name} and {other} cannot both be units: one is in the other")
+    if not find(module):
+        for model in session.models:
+            model.blocks.unwrap(module)
     return find(module) or make_unit(session, module, name)
 
 

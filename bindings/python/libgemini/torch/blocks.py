@@ -1,0 +1,198 @@
+"""Repeated blocks, whose parameters are acquired together where all of the model fits on the device.
+
+There nothing has to come and go, so what a use of a parameter costs is the calling thread's time alone: an operator, an
+acquire and a release for each function. A block has these once, in its forward and in its backward pass. Its parameters
+stay managed: a function that only reads them (tensors._PURE) is called at once, as long as the block runs; all other
+functions do what they always do. In the backward pass each node that such a function has made asks for the block, so
+that parts of it whose backward pass does not begin at the block's results find their parameters, too.
+
+A block is a module in an nn.ModuleList, nn.ModuleDict or nn.Sequential that has another one of its class beside it, and
+at least LEAST parameters.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import collections
+import typing
+
+from torch import nn
+
+from .. import abi
+from ..abi import GeminiError
+from . import internals
+from .tensors import ManagedParameter, ManagedTensor, Use, blocks, run_with
+from .unit import find, optimized, scripted
+
+if typing.TYPE_CHECKING:
+    from .arenas import Place
+    from .session import Session
+
+LEAST = 3  # parameters of a block: with fewer, there is nothing to save
+# Of the device budget: the most that one block's parameters may take. Gradients, states and what is fetched ahead have
+# to have room beside it.
+SHARE = 8
+WANTED = "auto", "always", "never"
+
+
+class Block:
+    """A module whose parameters are acquired together.
+
+    Attributes:
+        module: The module.
+        places: Where its parameters are.
+        hook: Called before each node of the autograd graph that the running call makes; keeps the graph's mark alive.
+        stream: On which the running call has acquired the parameters; see Holds.native_stream().
+        call: The call that the module has got.
+    """
+
+    graphed = False  # as Unit's
+
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self.session = session
+        self.module = module
+        self.places: dict[Place, None] = dict.fromkeys(
+            typing.cast(ManagedTensor, param)._gm_place for param in module.parameters() if param.numel()
+        )
+        ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
+        # Checkpoints within a block call its functions again while the backward pass holds it.
+        self.forward_use, self.backward_use = Use(ranges, "block", self), Use(ranges, "block", self)
+        self.hook: typing.Callable[[typing.Any], None] = lambda _: None
+        self.stream: int | None = None
+        self.call: typing.Any = None
+
+    def enter(self) -> None:
+        """Its parameters have been acquired."""
+        graph = self.session.brackets.graph
+
+        def hook(_: typing.Any, graph: typing.Any = graph) -> None:
+            self.reach()
+
+        self.hook, self.stream = hook, self.session.holds.native_stream()
+        blocks.append(self)
+
+    def leave(self) -> None:
+        """Its parameters are about to be released. Blocks that began to run since then no longer run as blocks."""
+        for i in range(len(blocks) - 1, -1, -1):
+            if blocks[i] is self:
+                del blocks[i:]
+                break
+
+    reset = leave
+
+    def reach(self) -> None:
+        """The backward pass has reached a function of the block."""
+        backward = self.session.backward
+        if not backward.holds(self.backward_use):
+            backward.operator(self.backward_use)
+
+
+class Blocks:
+    """The repeated blocks of a prepared model.
+
+    Attributes:
+        found: The blocks by the names of their modules.
+        active: Whether parameters of a block are acquired together now.
+        stopped: Whether that has ended for good.
+    """
+
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self.session = session
+        self.active = self.stopped = False
+        self.found: dict[str, Block] = {}
+        if session.units != "never" and not session.ranks:  # ranks: all have to acquire the same
+            self.search(module, "")
+
+    def search(self, module: nn.Module, name: str) -> None:
+        """Finds blocks within a module, the outermost ones."""
+        if scripted(module) or optimized(module) or find(module):
+            return
+        children = list(module.named_children())
+        kinds = collections.Counter(type(child) for _, child in children)
+        repeats = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for path, child in children:
+            inner = f"{name}.{path}" if name else path
+            if repeats and kinds[type(child)] > 1 and self.suits(child):
+                self.found[inner] = self.wrap(child)
+            else:
+                self.search(child, inner)
+
+    def suits(self, module: nn.Module) -> bool:
+        """Whether a module can be a block."""
+        params = list(module.parameters())
+        return (
+            len(params) >= LEAST
+            and all(type(param) is ManagedParameter and not param.is_inference() for param in params)
+            # Compiled modules, and those of another model, have a call that is not torch's.
+            and all(
+                not scripted(one) and not optimized(one) and internals.compiled_call_of(one) is None
+                for one in module.modules()
+            )
+            and sum(param.nbytes for param in params) * SHARE <= self.session.manager.config.device_bytes
+        )
+
+    def wrap(self, module: nn.Module) -> Block:
+        """Gives a module a call that acquires its parameters."""
+        block, call = Block(self.session, module), internals.call_of(module)
+
+        @internals.not_traced
+        def call_block(*args, **kwargs):
+            if (
+                not self.active
+                or not self.session.manager.handle
+                or internals.transform_level() is not None
+                or internals.is_tracing()
+            ):
+                return call(*args, **kwargs)
+            begun = False
+
+            def begin(*args, **kwargs):
+                nonlocal begun
+                begun = True
+                return call(*args, **kwargs)
+
+            try:
+                return run_with(self.session, block.forward_use, begin, args, kwargs)
+            except GeminiError as error:
+                if begun or error.status != "OOM_DEVICE":
+                    raise
+            self.stop()  # nothing was done
+            return call(*args, **kwargs)
+
+        block.call = call_block
+        internals.set_call(module, call_block)
+        return block
+
+    def decide(self) -> None:
+        """Called where an iteration begins: whether parameters of blocks are acquired together in it."""
+        if self.found and not self.stopped:
+            if self.session.units == "always" or self.fits():
+                self.active = True
+            else:
+                self.stop()
+
+    def fits(self) -> bool:
+        """Whether all of the session's tensors, and the most that was allocated beside them, fit on the device."""
+        lib, handle = self.session.lib, self.session.handle
+        stats, tier = abi.Stats(), abi.TierStats()
+        lib.stats(handle, stats)
+        lib.tier_stats(handle, abi.TIER_DEVICE, tier)
+        room = tier.budget_bytes - self.session.manager.config.device_margin_bytes
+        return bool(stats.model_bytes + stats.nonmodel_peak_bytes <= room)
+
+    def stop(self) -> None:
+        """Ends it for good: a loop that has it in some steps only would leave its plan again and again."""
+        self.active, self.stopped = False, True
+
+    def unwrap(self, module: nn.Module | None = None) -> None:
+        """Gives modules their calls back.
+
+        Args:
+            module: Blocks within it, around it, and itself. None: all.
+        """
+        for name, block in list(self.found.items()):
+            if module is None or block.module in module.modules() or module in block.module.modules():
+                if internals.compiled_call_of(block.module) is block.call:
+                    internals.set_call(block.module, None)
+                del self.found[name]
