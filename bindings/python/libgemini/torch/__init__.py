@@ -141,6 +141,7 @@ def init(
     zero: int | str = 3,
     deadline: float = 0.0,
     rank_order: bool = False,
+    speculate: bool = True,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -189,6 +190,9 @@ def init(
         deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10, on GPUs 60.
         rank_order: With several processes on GPUs: add gradients in the order of the processes, with the same bits in
             each run, in place of an order that NCCL chooses; slower. On the simulated device that is always so.
+        deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10.
+        speculate: Compute updates of AdamW and Adam while the backward pass runs, as if nothing were clipped, in host
+            memory that is not used otherwise. Results have the same bits with and without.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -232,6 +236,7 @@ def init(
         zero=_ZERO_AUTO if isinstance(zero, str) else zero,
         deadline=deadline,
         rank_order=rank_order,
+        speculate=speculate,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)

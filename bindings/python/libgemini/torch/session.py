@@ -37,6 +37,7 @@ class Session:
     Attributes:
         device: The torch device that tensors of the session are on.
         progress: Whether long operations report their progress, as of init().
+        speculate: Whether updates are computed ahead of the step; see speculate.py.
         cuda: Whether device is a GPU; otherwise it is the simulated device.
         manager: The libgemini.Manager, whose handle is 0 once the session was closed.
         arenas: Where tensors live; see arenas.py.
@@ -72,12 +73,14 @@ class Session:
         zero: int,
         deadline: float,
         rank_order: bool,
+        speculate: bool = True,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
         process_group: of several processes, or None.
         """
         self.device = device
+        self.speculate = speculate
         self.progress = progress
         self.cuda = device.type == "cuda"
         memory, margin = parse_bytes(device_memory, "device_memory"), parse_bytes(device_margin, "device_margin")
