@@ -809,6 +809,10 @@ typedef struct gemini_update_span {
   uint32_t arena_count;
   uint32_t reserved;
   void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
+  void
+      *out[8]; /* likewise: where fn writes. The same as ptr, except with GEMINI_UPDATE_SPECULATE: there ptr has the old
+                   values, which fn must not change, and out is memory for the new ones, of undefined contents. For an
+                   arena with mode WRITE, ptr is as out; for one with mode READ, out is as ptr */
 } gemini_update_span_t;
 /** Updates one span.
  *  HOST: it is called on the library's workers, several spans at once, and must not call the library. DEVICE: it is
@@ -826,11 +830,14 @@ typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 typedef gemini_status_t (*gemini_update_try_fn)(void *user, const gemini_update_span_t *span);
 
 enum {
-  GEMINI_UPDATE_LATE = 1 /* return at once; each chunk is updated before its next use. For the caller the update is done
+  GEMINI_UPDATE_LATE =
+      1, /* return at once; each chunk is updated before its next use. For the caller the update is done
                             when the call returns: every later call sees updated bytes, and gradients may be zeroed or
                             written for the next step, as that waits for the chunk's update, too. What remains: user
                             stays borrowed (or has user_bytes), the uses pay for what is not updated yet, and a failure
                             is reported by them and by gemini_update_wait() */
+  GEMINI_UPDATE_SPECULATE = 2, /* compute new values into spare host memory, beside the old ones: gemini_update() */
+  GEMINI_UPDATE_COMMIT = 4     /* take over what was speculated, and run fn for the rest: gemini_update() */
 };
 typedef struct gemini_update_s {
   uint32_t struct_size;         /* bytes; set by GEMINI_UPDATE_INIT */
@@ -873,8 +880,35 @@ typedef struct gemini_update_s {
  *  @retval GEMINI_ERR_DEVICE  the device could not say what stream has queued so far; nothing changed. This,
  *           GEMINI_ERR_IO and GEMINI_ERR_FORMAT also say that an earlier update failed for good, as
  *           gemini_update_wait() tells: no other update is accepted. So does the status that a try_fn has returned
- *  After any other error, too, the update was not accepted and nothing changed. Since: 0.1 */
+ *  After any other error, too, the update was not accepted and nothing changed.
+ *
+ *  With GEMINI_UPDATE_SPECULATE, alone, it changes nothing that the caller can see: workers run fn as for an update,
+ *  but fn writes new values into host memory that is spare, and every byte, its tensor's state and what it holds stay
+ *  as they are. An update with GEMINI_UPDATE_COMMIT, of the same arenas and modes, then takes these values over where
+ *  it would run fn, without a copy. The caller promises that fn would compute the same there: for example gradients
+ *  that are clipped after the backward pass are updated meanwhile as if they were not, and most often are not. The
+ *  library only answers for the bytes that fn has read: what was speculated is dropped, for fn to be run instead, when
+ *  anything (an acquire for writing, an update without COMMIT, gemini_zero(), gemini_load(), a graph) writes a chunk
+ *  that it has read or is to write.
+ *  - The unit is the span of an update of all elements on the device, the elements of one chunk of the arena with the
+ *    smallest ones. What the call's range has of a unit only in part is not speculated, and is dropped when COMMIT's
+ *    range has another part of it; the arenas' last unit ends with their last element.
+ *  - Only units are speculated whose written chunks need no move: states that are read and written are on the host,
+ *    and no chunk is pinned, acquired for writing, used by a graph, or waits for an update. Gradients are copied to
+ *    the host. A reusing arena's gradients must all be written.
+ *  - Spare is host memory within the budget that nothing has used in this iteration nor in the one before. It counts
+ *    as used, and is given back when anything else needs room; the unit that was speculated last is dropped first.
+ *  - With a file tier nothing is speculated. Sharded arenas: GEMINI_ERR_UNSUPPORTED.
+ *  - A try_fn that fails, or device work before it that does, drops the unit and is no failure of the manager, unless
+ *    the unit was taken over before.
+ *  So the call returns GEMINI_OK whatever part of its range it speculates, and refuses what an update would refuse for
+ *  its arguments. gemini_stats_t counts speculated, committed and dropped elements; the rest is speculated now. user
+ *  stays borrowed, or copied (user_bytes), until fn has run for all spans, also of units that are dropped:
+ *  gemini_update_wait() waits for that. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
+/** Drops all that is speculated (GEMINI_UPDATE_SPECULATE) and not taken over. Its memory is free for others at once;
+ *  its spans may still run, or not. Does not wait. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_update_drop(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** Blocks until all updates submitted so far are done. If one cannot continue, the rest of it stays pending; the
  *  message says how much that is, and gemini_stats_t.pending_updates counts it.
  *  @retval GEMINI_ERR_DEVICE  device work before an update failed, so that the update did not run. This failure stays,
@@ -947,8 +981,11 @@ typedef struct gemini_stats_s {
                                     that began under a plan since the last gemini_stats_reset() */
   uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
   uint64_t host_alloc_bytes;    /* live, of gemini_host_alloc() */
+  uint64_t speculated_elements; /* whose new values were begun by GEMINI_UPDATE_SPECULATE */
+  uint64_t committed_elements;  /* of these, taken over by an update with GEMINI_UPDATE_COMMIT */
+  uint64_t dropped_elements;    /* of these, dropped */
 } gemini_stats_t;
-#define GEMINI_STATS_INIT { sizeof(gemini_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define GEMINI_STATS_INIT { sizeof(gemini_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies the statistics. The call never waits, whatever other threads' calls wait for. While another call is under
  *  way, the figures may not all be of one moment.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return

@@ -26,6 +26,9 @@ enum { LINK_H2D, LINK_D2H, LINK_H2F, LINK_F2H, LINKS };
   X(op_peak_error_bytes) \
   X(pending_updates)     \
   X(host_alloc_bytes)    \
+  X(speculated_elements) \
+  X(committed_elements)  \
+  X(dropped_elements)    \
   X(file_engine)
 
 typedef struct figures {
@@ -53,7 +56,8 @@ static inline gemini_status_t figures_of_link(gemini_manager_t mgr, uint32_t ind
 
 static inline gemini_status_t figures_read(gemini_manager_t mgr, figures_t *figures_out) {
   gemini_stats_t s = GEMINI_STATS_INIT;
-  figures_t f = { { 0 }, { 0 }, { 0 }, { { 0 } }, { { 0 } }, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 };
+  figures_t f = { { 0 }, { 0 }, { 0 }, { { 0 } }, { { 0 } }, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                  0,     0,     0,     0,         0,         0, 0, 0, 0, 0, 0, 0, 0 };
   uint32_t links = 0;
   gemini_status_t status = gemini_stats(mgr, &s);
 #define COPY(name) f.name = s.name;

@@ -77,6 +77,7 @@ arguments.add_argument("--device", default=None, help="cpu: the simulated device
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
+arguments.add_argument("--no-speculation", action="store_true", help="gemini: nor ahead of the step")
 arguments.add_argument(
     "--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run"
 )
@@ -275,6 +276,7 @@ def main():
             zero=options.zero if options.zero == "auto" else int(options.zero),
             rank_order=options.rank_order,
             deadline=options.deadline,
+            speculate=not options.no_speculation,
         )
         with init:
             model = build(torch, torch.bfloat16)
@@ -363,6 +365,9 @@ def main():
             stall_seconds=stats["stall_ns"] / 1e9,
             # Of the timed steps: the share in which operators waited for chunks, among them those to be gathered.
             stall_share=(stats["stall_ns"] - before[0]) / 1e9 / sum(seconds[warmup:]),
+            speculated_elements=stats["speculated_elements"],
+            committed_elements=stats["committed_elements"],
+            dropped_elements=stats["dropped_elements"],
         )
         if ranks:  # bytes of this rank in a timed step
             group = gm.session().manager.group_stats(ranks.group)

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "base/abi.h"
+#include "update/beside.h"
 #include "update/update.h"
 
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ROLES };
@@ -33,6 +34,12 @@ static gmi_arrays_t arrays_of(const rule_t *rule, const gemini_update_span_t *sp
   return (gmi_arrays_t){ ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], ptr[VARIANCE] };
 }
 
+static gmi_arrays_t written_of(const rule_t *rule, const gemini_update_span_t *span) {
+  void *ptr[ROLES] = { NULL };
+  for (uint32_t i = 0; i < span->arena_count; i++) ptr[rule->role_of[i]] = gmi_span_out(span, i);
+  return (gmi_arrays_t){ ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], ptr[VARIANCE] };
+}
+
 static gemini_status_t prepare(const rule_t *rule, uint64_t count, const gmi_arrays_t *a) {
   gmi_adamw_t adamw;
   gmi_sgd_t sgd;
@@ -41,8 +48,11 @@ static gemini_status_t prepare(const rule_t *rule, uint64_t count, const gmi_arr
 }
 
 static gemini_status_t on_host(const rule_t *rule, const gemini_update_span_t *span) {
-  const gmi_arrays_t a = arrays_of(rule, span);
+  const gmi_arrays_t a = arrays_of(rule, span), to = written_of(rule, span);
   const uint64_t count = span->element_count;
+  if (a.master != to.master) /* speculated: beside the old values */
+    return rule->is_sgd ? gmi_sgd_beside(operation_of(rule), &rule->sgd, count, &a, &to)
+                        : gmi_adamw_beside(operation_of(rule), &rule->adamw, count, &a, &to);
   return rule->is_sgd ? gemini_sgd_host(&rule->sgd, count, a.param, a.grad, a.master, a.momentum, NULL)
                       : gemini_adamw_host(&rule->adamw, count, a.param, a.grad, a.master, a.momentum, a.variance, NULL);
 }

@@ -29,20 +29,28 @@ static inline __m256 is_nan(__m256 v) { return _mm256_cmp_ps(v, v, _CMP_UNORD_Q)
 static inline __m256 vec_load_bf16(const uint16_t *src) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(src)), 16));
 }
-static inline void vec_store_bf16(uint16_t *dst, __m256 v) {
+static inline __m128i to_bf16(__m256 v) {
   __m256i bits = _mm256_castps_si256(v);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   bits = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
   bits = _mm256_blendv_epi8(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(is_nan(v)));
-  store_half(dst, narrow(bits));
+  return narrow(bits);
 }
+static inline void vec_store_bf16(uint16_t *dst, __m256 v) { store_half(dst, to_bf16(v)); }
 static inline __m256 vec_load_f16(const uint16_t *src) { return _mm256_cvtph_ps(load_half(src)); }
-static inline void vec_store_f16(uint16_t *dst, __m256 v) {
+static inline __m128i to_f16(__m256 v) {
   __m256i nan = _mm256_castps_si256(is_nan(v));
   __m128i narrow_nan = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
   __m128i half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  store_half(dst, _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), narrow_nan));
+  return _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), narrow_nan);
 }
+static inline void vec_store_f16(uint16_t *dst, __m256 v) { store_half(dst, to_f16(v)); }
+
+#define KERNEL_BESIDE
+static inline void vec_stream(float *dst, __m256 v) { _mm256_stream_ps(dst, v); }
+static inline void vec_stream_bf16(uint16_t *dst, __m256 v) { _mm_stream_si128((__m128i *)dst, to_bf16(v)); }
+static inline void vec_stream_f16(uint16_t *dst, __m256 v) { _mm_stream_si128((__m128i *)dst, to_f16(v)); }
+static inline void stream_end(void) { _mm_sfence(); }
 
 static inline sums_t sums_load(const double *lanes) {
   sums_t s;

@@ -26,17 +26,25 @@ static inline __mmask16 is_nan(__m512 v) { return _mm512_cmp_ps_mask(v, v, _CMP_
 static inline __m512 vec_load_bf16(const uint16_t *src) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(src)), 16));
 }
-static inline void vec_store_bf16(uint16_t *dst, __m512 v) {
+static inline __m256i to_bf16(__m512 v) {
   __m512i bits = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-  store_half(dst, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(bits, is_nan(v), _mm512_set1_epi32(0x7fc0))));
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(bits, is_nan(v), _mm512_set1_epi32(0x7fc0)));
 }
+static inline void vec_store_bf16(uint16_t *dst, __m512 v) { store_half(dst, to_bf16(v)); }
 static inline __m512 vec_load_f16(const uint16_t *src) { return _mm512_cvtph_ps(load_half(src)); }
-static inline void vec_store_f16(uint16_t *dst, __m512 v) {
+static inline __m256i to_f16(__m512 v) {
   __m256i half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  store_half(dst, _mm256_mask_mov_epi16(half, is_nan(v), _mm256_set1_epi16(0x7e00)));
+  return _mm256_mask_mov_epi16(half, is_nan(v), _mm256_set1_epi16(0x7e00));
 }
+static inline void vec_store_f16(uint16_t *dst, __m512 v) { store_half(dst, to_f16(v)); }
+
+#define KERNEL_BESIDE
+static inline void vec_stream(float *dst, __m512 v) { _mm512_stream_ps(dst, v); }
+static inline void vec_stream_bf16(uint16_t *dst, __m512 v) { _mm256_stream_si256((__m256i *)dst, to_bf16(v)); }
+static inline void vec_stream_f16(uint16_t *dst, __m512 v) { _mm256_stream_si256((__m256i *)dst, to_f16(v)); }
+static inline void stream_end(void) { _mm_sfence(); }
 
 static inline sums_t sums_load(const double *lanes) {
   return (sums_t){ _mm512_loadu_pd(lanes), _mm512_loadu_pd(lanes + 8) };

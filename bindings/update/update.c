@@ -4,6 +4,7 @@
  * An update runs to its end on the calling thread. The only shared state is the chosen instruction set; all of them
  * give bit-equal results, so the choice affects speed only. */
 #include "update/update.h"
+#include "update/beside.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -207,13 +208,14 @@ enum { ADAMW, SGD, UPDATES };
 typedef struct isa {
   const char *name;
   gmi_kernel_fn *kernels[UPDATES];
+  gmi_beside_fn *adamw_beside; /* or NULL */
 } isa_t;
 /* From the slowest to the fastest. [0] runs everywhere, and does the last elements of a span for the others. */
 static const isa_t isas[] = {
-  { "plain", { gmi_adamw_plain, gmi_sgd_plain } },
+  { "plain", { gmi_adamw_plain, gmi_sgd_plain }, NULL },
 #ifdef __x86_64__
-  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2 } },
-  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512 } },
+  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2 }, gmi_adamw_beside_avx2 },
+  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512 }, gmi_adamw_beside_avx512 },
 #endif
 };
 #define ISAS (sizeof isas / sizeof *isas)
@@ -302,5 +304,57 @@ gemini_status_t gemini_sgd_host(const gemini_sgd_t *sgd, uint64_t count, void *p
   gmi_sgd_t k;
   gemini_status_t status = gmi_sgd_prepare(__func__, sgd, count, &a, &k);
   if (!status) run(SGD, &k, &a, count, grad_sum_squares_out);
+  return status;
+}
+
+/* --- the update beside the old values --- */
+
+static void copy_tile(void *to, const void *from, uint64_t first, uint64_t count, uint64_t bytes) {
+  if (from) memcpy((char *)to + first * bytes, (const char *)from + first * bytes, count * bytes);
+}
+
+/* One tile at a time: copies the old values, and updates the copies in place while they are in the cache. */
+static void run_copied(int update, const void *k, const gmi_arrays_t *a, const gmi_arrays_t *to, uint64_t first,
+                       uint64_t count) {
+  gmi_kernel_fn *kernel = isa()->kernels[update], *rest = isas[0].kernels[update];
+  const gmi_arrays_t in_place = { to->param, a->grad, to->master, to->momentum, to->variance };
+  for (const uint64_t end = first + count; first < end; first += GMI_TILE) {
+    double lanes[GMI_LANES] = { 0 };
+    const uint64_t here = end - first < GMI_TILE ? end - first : GMI_TILE, whole = here - here % GMI_LANES;
+    copy_tile(to->master, a->master, first, here, sizeof(float));
+    copy_tile(to->momentum, a->momentum, first, here, sizeof(float));
+    copy_tile(to->variance, a->variance, first, here, sizeof(float));
+    kernel(k, &in_place, first, whole, lanes);
+    if (whole < here) rest(k, &in_place, first + whole, here - whole, lanes);
+  }
+}
+
+static bool may_stream(const gmi_adamw_t *k, const gmi_arrays_t *to) {
+  const uintptr_t all = (uintptr_t)to->master | (uintptr_t)to->momentum | (uintptr_t)to->variance;
+  return all % 64 == 0 && (uintptr_t)to->param % (k->param_dtype == GEMINI_DTYPE_F32 ? 64 : 32) == 0;
+}
+
+gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+                                 const gmi_arrays_t *a, const gmi_arrays_t *to) {
+  gmi_adamw_t k;
+  const gmi_arrays_t read = { to->param, a->grad, a->master, a->momentum, a->variance };
+  const gmi_arrays_t written = { to->param, a->grad, to->master, to->momentum, to->variance };
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, count, &read, &k);
+  if (!status) status = gmi_adamw_prepare(operation, adamw, count, &written, &k);
+  if (status) return status;
+  const uint64_t whole = isa()->adamw_beside && may_stream(&k, to) ? count - count % GMI_LANES : 0;
+  if (whole) isa()->adamw_beside(&k, &read, to, 0, whole);
+  run_copied(ADAMW, &k, &read, to, whole, count - whole);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_sgd_beside(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
+                               const gmi_arrays_t *to) {
+  gmi_sgd_t k;
+  const gmi_arrays_t read = { to->param, a->grad, a->master, a->momentum, NULL };
+  const gmi_arrays_t written = { to->param, a->grad, to->master, to->momentum, NULL };
+  gemini_status_t status = gmi_sgd_prepare(operation, sgd, count, &read, &k);
+  if (!status) status = gmi_sgd_prepare(operation, sgd, count, &written, &k);
+  if (!status) run_copied(SGD, &k, &read, to, 0, count);
   return status;
 }

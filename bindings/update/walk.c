@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/abi.h"
+#include "update/beside.h"
 #include "update/update.h"
 
 #define WALK "gemini_update_walk"
@@ -88,29 +89,44 @@ typedef struct place {
   void *stream;
 } place_t;
 
-static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t count, void *const *ptr) {
+/* The arrays of a span, or of a part of it. `to` has where the written ones go: their own places, unless the update is
+ * speculated. */
+typedef struct arrays {
+  gmi_arrays_t at, to;
+  bool beside;
+} arrays_t;
+
+static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t count, const arrays_t *arrays) {
+  const gmi_arrays_t *a = &arrays->at;
+  if (arrays->beside)
+    return rule->adamw ? gmi_adamw_beside(WALK, rule->adamw, count, a, &arrays->to)
+                       : gmi_sgd_beside(WALK, rule->sgd, count, a, &arrays->to);
   if (rule->adamw)
-    return on.gpu ? gemini_adamw_cuda(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
-                                      ptr[VARIANCE], on.stream, NULL)
-                  : gemini_adamw_host(rule->adamw, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM],
-                                      ptr[VARIANCE], NULL);
-  return on.gpu ? gemini_sgd_cuda(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], on.stream, NULL)
-                : gemini_sgd_host(rule->sgd, count, ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], NULL);
+    return on.gpu ? gemini_adamw_cuda(rule->adamw, count, a->param, a->grad, a->master, a->momentum, a->variance,
+                                      on.stream, NULL)
+                  : gemini_adamw_host(rule->adamw, count, a->param, a->grad, a->master, a->momentum, a->variance, NULL);
+  return on.gpu ? gemini_sgd_cuda(rule->sgd, count, a->param, a->grad, a->master, a->momentum, on.stream, NULL)
+                : gemini_sgd_host(rule->sgd, count, a->param, a->grad, a->master, a->momentum, NULL);
 }
 
 /* Applies one rule to elements begin to end of a span. */
 static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemini_update_span_t *span, place_t on,
                                    uint64_t index, uint64_t begin, uint64_t end) {
   const roles_t roles = roles_of(walk);
-  void *ptr[ROLES] = { NULL };
+  void *ptr[ROLES] = { NULL }, *out[ROLES] = { NULL };
+  bool beside = false;
   for (int i = 0; i < ROLES; i++) {
     if (roles.index[i] == GEMINI_INDEX_NONE && may_lack(walk, i)) continue;
     if (roles.index[i] >= span->arena_count)
       return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "%s_index is %" PRIu32 ", the update has %" PRIu32 " arenas",
                              role_names[i], roles.index[i], span->arena_count);
     ptr[i] = span->ptr[roles.index[i]];
+    out[i] = gmi_span_out(span, roles.index[i]);
+    beside |= i != GRAD && out[i] != ptr[i];
   }
   if (index == GEMINI_UPDATE_SKIP) {
+    if (beside)
+      return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "an update that is speculated can skip no elements");
     if (ptr[PARAM] != ptr[GRAD]) return GEMINI_OK;
     return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
                            "the gradient has taken the parameter's bytes: it cannot be skipped");
@@ -122,8 +138,12 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
   const uint64_t bytes[ROLES] = { gmi_dtype_bytes(rule.param_dtype), gmi_dtype_bytes(rule.grad_dtype), 4, 4, 4 };
   for (int i = 0; i < ROLES; i++) {
     if (ptr[i]) ptr[i] = (char *)ptr[i] + (begin - span->first_element) * bytes[i];
+    if (out[i]) out[i] = (char *)out[i] + (begin - span->first_element) * bytes[i];
   }
-  return update_arrays(&rule, on, end - begin, ptr);
+  const arrays_t arrays = { { ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], ptr[VARIANCE] },
+                            { out[PARAM], ptr[GRAD], out[MASTER], out[MOMENTUM], out[VARIANCE] },
+                            beside };
+  return update_arrays(&rule, on, end - begin, &arrays);
 }
 
 /* Goes through the ranges that the span overlaps, up to the first failure. The callback has no result, so a failure is

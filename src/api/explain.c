@@ -107,7 +107,10 @@ static void write_host(place_t *p, uint64_t slot) {
     fprintf(p->file, ", of chunk %u of arena ", c->index);
     gmi_name_print(p->file, gmi_chunk_arena(p->m, c)->name);
   } else {
-    fputs(p->m->host.slots[slot].block ? ", of gemini_host_alloc()" : ", free", p->file);
+    fputs(p->m->host.slots[slot].block   ? ", of gemini_host_alloc()"
+          : p->m->host.slots[slot].spare ? ", of values that are speculated"
+                                         : ", free",
+          p->file);
   }
   fputc('\n', p->file);
 }

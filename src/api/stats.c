@@ -57,6 +57,9 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
                       !gmi_fence_reached(m, atomic_load(&m->update.end));
   s.file_engine = gmi_files_engine(m);
   s.host_alloc_bytes = atomic_load(&from->host_alloc_bytes);
+  s.speculated_elements = atomic_load(&from->speculated_elements);
+  s.committed_elements = atomic_load(&from->committed_elements);
+  s.dropped_elements = atomic_load(&from->dropped_elements);
   *stats_out = s;
 }
 
@@ -154,6 +157,9 @@ static void write_totals(FILE *file, const gemini_stats_t *s) {
   FIGURE(op_peak_error_bytes);
   FIGURE(pending_updates);
   FIGURE(host_alloc_bytes);
+  FIGURE(speculated_elements);
+  FIGURE(committed_elements);
+  FIGURE(dropped_elements);
 #undef FIGURE
   static const char *const engines[] = { "none", "io_uring", "threads" };
   fprintf(file, "file_engine: %s\n", engines[s->file_engine]);

@@ -26,6 +26,7 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
+#include "chunk/speculate.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/workers.h"
@@ -498,6 +499,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* no piece that is left may name the arena */
   if (status) return status;
+  gmi_specs_drop(m); /* some may name the arena */
   gmi_workers_drain(m, NULL);
   status = gmi_tensors_kill(m, a);
   if (status) return status;

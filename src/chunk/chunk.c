@@ -22,6 +22,7 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (c->slot_ != GMI_NONE && m->host.slots[c->slot_].chunk != c) return false;
   if (((c->valid_ & GMI_VALID_FILE) != 0) != (c->block_ != GMI_NONE)) return false;
   if (c->loading_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_USERS) || c->deferred_)) return false;
+  if (c->spec_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_WRITERS) || c->host_writers_ || c->loading_)) return false;
   return c->host_writers_ <= c->host_users_ && c->graph_held_ <= c->host_writers_ && c->left_ <= c->deferred_ &&
          c->batch_users_ <= c->host_users_;
 }
@@ -167,6 +168,7 @@ const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose) {
 
 const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode) {
   bool write = mode & GEMINI_WRITE;
+  if (write) gmi_chunk_unspeculate(m, c);
   if (tier == GEMINI_TIER_DEVICE) {
     const char *why = gmi_chunk_busy(c, write ? GMI_TO_WRITE_ON_DEVICE : GMI_TO_READ_ON_DEVICE);
     return why ? why : gmi_chunk_hold_device(m, c, mode);
@@ -188,7 +190,7 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
 const char *gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode) {
   uint32_t word = atomic_load(&c->word_), add = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
   const char *why;
-  (void)m;
+  if (mode & GEMINI_WRITE) gmi_chunk_unspeculate(m, c);
   do why = why_full(c, word);
   while (!why && !atomic_compare_exchange_weak(&c->word_, &word, word + add));
   return why;
@@ -208,6 +210,7 @@ void gmi_chunk_unpin(gmi_manager_t *m, gmi_chunk_t *c) {
 }
 
 void gmi_chunk_hold_host(gmi_manager_t *m, gmi_chunk_t *c, bool writes) {
+  if (writes) gmi_chunk_unspeculate(m, c);
   c->host_users_++;
   c->host_writers_ += writes;
   changed(m, c);
@@ -238,6 +241,7 @@ const char *gmi_chunk_load_begin(gmi_manager_t *m, gmi_chunk_t *c) {
   const char *why = gmi_chunk_busy(c, GMI_TO_LOAD);
   if (!why) why = gmi_chunk_unsettle_to_change(c);
   if (why) return why;
+  gmi_chunk_unspeculate(m, c);
   c->loading_ = true;
   changed(m, c);
   return NULL;
@@ -250,6 +254,7 @@ void gmi_chunk_load_end(gmi_manager_t *m, gmi_chunk_t *c) {
 
 void gmi_chunk_graph_hold(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(!c->graph_held_);
+  gmi_chunk_unspeculate(m, c);
   c->graph_held_ = true;
   gmi_chunk_hold_host(m, c, true);
 }
@@ -322,7 +327,7 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
 
 /* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
-  if (gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
+  if (!c->spec_ && gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
 }
 void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence) { c->copied_out_ = fence; }
 void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence) {
@@ -345,8 +350,8 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
   if (!fresh) set_valid(c, c->valid_ | GMI_VALID_DEVICE);
   uint32_t word = GMI_CHUNK_RESIDENT;
   /* The fast path looks only at the flags: while updates of the chunk are left to queue, it must not find SETTLED, so
-   * that acquires take the lock and queue them first. */
-  if (!c->deferred_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
+   * that acquires take the lock and queue them first; likewise while it is speculated from, which a write ends. */
+  if (!c->deferred_ && !c->spec_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
   atomic_fetch_or(&c->word_, word); /* last: publishes the fields above to acquires without the lock */
   changed(m, c);
 }
@@ -406,7 +411,7 @@ static uint32_t block_take(gmi_manager_t *m, gmi_chunk_t *c) {
   return block;
 }
 uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {
-  GMI_ASSERT(c->frame_ != GMI_NONE);
+  GMI_ASSERT(c->frame_ != GMI_NONE && !c->spec_);
   uint32_t block = block_take(m, c);
   set_valid(c, GMI_VALID_DEVICE);
   changed(m, c);
@@ -416,7 +421,7 @@ uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {
  * callers have excluded acquires without the lock (SETTLED is clear, or no tensor of the arena can be acquired), and
  * there are no device users. */
 static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *frame_out, uint32_t *block_out) {
-  GMI_ASSERT(!(atomic_load(&c->word_) & GMI_CHUNK_USERS));
+  GMI_ASSERT(!(atomic_load(&c->word_) & GMI_CHUNK_USERS) && !c->spec_);
   atomic_store(&c->word_, 0);
   *frame_out = c->frame_ != GMI_NONE ? leave_frame(m, c) : GMI_NONE;
   *block_out = block_take(m, c);
@@ -467,7 +472,7 @@ bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
 }
 void gmi_chunk_block_unclaim(gmi_manager_t *m, gmi_chunk_t *c) { (void)block_take(m, c); }
 void gmi_chunk_resumed(gmi_manager_t *m, gmi_chunk_t *c) {
-  GMI_ASSERT(c->block_ != GMI_NONE);
+  GMI_ASSERT(c->block_ != GMI_NONE && !c->spec_);
   set_valid(c, GMI_VALID_FILE);
   changed(m, c);
 }
@@ -477,6 +482,20 @@ void gmi_chunk_slot_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
   GMI_ASSERT(slot == GMI_NONE || (!m->host.slots[slot].chunk && !m->host.slots[slot].block));
   m->host.slots[slot == GMI_NONE ? c->slot_ : slot].chunk = slot == GMI_NONE ? NULL : c;
   c->slot_ = slot;
+  changed(m, c);
+}
+uint32_t gmi_chunk_slot_change(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
+  uint32_t before = c->slot_;
+  GMI_ASSERT(!m->host.slots[slot].chunk && !m->host.slots[slot].block && !m->host.slots[slot].spare);
+  if (before != GMI_NONE) m->host.slots[before].chunk = NULL;
+  m->host.slots[slot].chunk = c;
+  c->slot_ = slot;
+  changed(m, c);
+  return before;
+}
+void gmi_chunk_spec_set(gmi_manager_t *m, gmi_chunk_t *c, struct gmi_spec *spec) {
+  GMI_ASSERT(!c->spec_ || !spec);
+  c->spec_ = spec;
   changed(m, c);
 }
 void gmi_chunk_slots_exchange(gmi_manager_t *m, uint32_t a, uint32_t b) {

@@ -40,7 +40,7 @@ enum {
 /* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
  * VALID_FILE <=> block_ != GMI_NONE; io_ => a slot; host_writers_ => not RESIDENT; host_writers_ <= host_users_;
  * graph_held_ => one of the host_writers_; left_ <= deferred_; loading_ => neither SETTLED, nor device users, nor
- * deferred_. */
+ * deferred_; spec_ => neither SETTLED, nor a writer. */
 struct gmi_chunk {
   /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
    * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
@@ -72,6 +72,7 @@ struct gmi_chunk {
                                * still move to another slot */
   bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
   bool loading_;              /* a load will write or has written it, and goes on: nothing else may use it */
+  struct gmi_spec *spec_;     /* the unit of speculate.c that reads it or is to write it; or NULL */
 };
 
 /* ---- queries. The first four read only atomics and need no lock; without it the answer may be outdated at once. */
@@ -100,6 +101,12 @@ static inline uint64_t gmi_chunk_next_use(const gmi_chunk_t *c) { return c->next
 static inline gmi_fence_t gmi_chunk_arrive(const gmi_chunk_t *c) { return c->arrive_; }
 static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c->copied_out_; }
 static inline bool gmi_chunk_is_loading(const gmi_chunk_t *c) { return c->loading_; }
+static inline struct gmi_spec *gmi_chunk_spec(const gmi_chunk_t *c) { return c->spec_; }
+/* The chunk is about to be written: what is speculated from it is dropped. */
+void gmi_spec_drop(gmi_manager_t *m, struct gmi_spec *spec);
+static inline void gmi_chunk_unspeculate(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (__builtin_expect(c->spec_ != NULL, 0)) gmi_spec_drop(m, c->spec_);
+}
 /* Is it acquired on the device or on the host, or in use by a call or a graph? */
 static inline bool gmi_chunk_in_use(const gmi_chunk_t *c) { return gmi_chunk_device_users(c) || c->host_users_; }
 /* May its bytes move to another slot? Not while a caller or a graph has their host address. */
@@ -171,6 +178,8 @@ static inline void gmi_chunk_batch_end(gmi_chunk_t *c) { c->batch_users_ = 0, c-
 void gmi_chunk_piece_accepted(gmi_chunk_t *c);
 void gmi_chunk_piece_queued(gmi_chunk_t *c, bool left);
 void gmi_chunk_piece_left(gmi_chunk_t *c);
+/* spec: NULL, or SETTLED is clear and there are no writers. */
+void gmi_chunk_spec_set(gmi_manager_t *m, gmi_chunk_t *c, struct gmi_spec *spec);
 static inline void gmi_chunk_set_next_use(gmi_chunk_t *c, uint64_t position) { c->next_use_ = position; }
 
 /* ---- queued work on the device copy */
@@ -227,6 +236,8 @@ void gmi_chunk_resumed(gmi_manager_t *m, gmi_chunk_t *c);
 /* These set the chunk's slot and the slot's chunk together. */
 void gmi_chunk_slot_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* GMI_NONE: the chunk loses its slot */
 void gmi_chunk_slots_exchange(gmi_manager_t *m, uint32_t a, uint32_t b);  /* either slot may be empty */
+/* The chunk leaves its slot, if it has one, for an empty one. Returns the former slot or GMI_NONE. */
+uint32_t gmi_chunk_slot_change(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot);
 void gmi_chunk_io_set(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io); /* a transfer begins; NULL: it was processed */
 gmi_io_t *gmi_chunk_failed_read_take(gmi_chunk_t *c);                  /* or NULL; the caller owns it */
 

@@ -12,6 +12,7 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
+#include "chunk/speculate.h"
 #include "core/workers.h"
 
 #include <errno.h>
@@ -359,6 +360,8 @@ static void recut_install(gmi_manager_t *m, gmi_cut_t *cut, parts_t *p, old_cut_
 gemini_status_t gmi_recut(gmi_manager_t *m, uint64_t chunk_bytes) {
   uint64_t old_chunk = atomic_load(&m->cut.chunk_bytes);
   if (chunk_bytes == old_chunk || !tensors_freeze(m)) return GEMINI_OK;
+  gmi_specs_drop(m); /* chunks' records are about to go */
+  gmi_workers_drain(m, NULL);
   if (!recut_possible(m, chunk_bytes)) {
     tensors_thaw(m, m->tensors.high);
     return GEMINI_OK;

@@ -15,6 +15,7 @@
 #include "chunk/deferred.h"
 #include "chunk/host.h"
 #include "chunk/shard.h"
+#include "chunk/speculate.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/workers.h"
@@ -182,6 +183,7 @@ void gmi_updates_close(gmi_manager_t *m) {
   gmi_deferred_t *d = m->update.deferred;
   if (!d) return;
   gmi_lock(m, "gemini_manager_close");
+  gmi_specs_drop(m);
   d->stop = true;
   pthread_cond_signal(&d->more);
   gmi_unlock(m);

@@ -77,7 +77,10 @@ typedef struct gmi_deferred {
 /* ---- update.c */
 /* The piece that begins at an element, up to end at most; lists each chunk once, with its joint mode. */
 void gmi_piece_at(const gmi_walk_t *k, uint64_t begin, uint64_t end, gmi_piece_t *p);
-bool gmi_piece_is_pinned(const gmi_piece_t *p); /* a chunk that it writes is */
+/* The chunks of arenas[i] in a piece. */
+void gmi_piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out);
+bool gmi_piece_has_gaps(const gmi_walk_t *k, const gmi_piece_t *p); /* gradients in it were not written */
+bool gmi_piece_is_pinned(const gmi_piece_t *p);                     /* a chunk that it writes is */
 /* Both queue a piece; a failure leaves it unqueued. On the device it is also removed from its rest, and the lock is
  * released for the callback; on the host the caller removes it. deferred: counted by gmi_workers_deferred(). */
 gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *rest);

@@ -21,6 +21,7 @@
 #include "chunk/files.h"
 #include "chunk/host.h"
 #include "chunk/residency.h"
+#include "chunk/speculate.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
@@ -63,7 +64,7 @@ static void use_slots(gmi_manager_t *m, uint64_t bytes) {
   m->host.slot_count = count;
   if (count > m->host.slot_most) m->host.slot_most = count;
   for (uint32_t s = before; s < count; s++)
-    if (!m->host.slots[s].chunk && !m->host.slots[s].block) set_free(m, s, true);
+    if (!m->host.slots[s].chunk && !m->host.slots[s].block && !m->host.slots[s].spare) set_free(m, s, true);
 }
 
 /* How many chunks can get a slot without a reclaim. While the budget shrinks, fewer than the free slots: chunks above
@@ -181,6 +182,8 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget);
 static void count_used(gmi_manager_t *m, uint32_t slots) {
   m->host.used += slots * gmi_slot_bytes(m);
   if (m->host.used > m->stats.peak_bytes[GEMINI_TIER_HOST]) m->stats.peak_bytes[GEMINI_TIER_HOST] = m->host.used;
+  uint64_t own = m->host.used - m->host.spare_count * gmi_slot_bytes(m);
+  if (own > m->host.own_peak[0]) m->host.own_peak[0] = own;
 }
 
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
@@ -329,6 +332,71 @@ static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *sta
   return GEMINI_OK;
 }
 
+/* ---- spare slots, for speculate.c */
+void gmi_host_iteration(gmi_manager_t *m) {
+  m->host.own_peak[1] = m->host.own_peak[0];
+  m->host.own_peak[0] = m->host.used - m->host.spare_count * gmi_slot_bytes(m);
+  m->host.spare_looked = false;
+}
+uint32_t gmi_host_spare(const gmi_manager_t *m) {
+  const uint64_t *peak = m->host.own_peak, own = peak[0] > peak[1] ? peak[0] : peak[1];
+  uint64_t taken = own / gmi_slot_bytes(m) + m->host.spare_count;
+  uint64_t left = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
+  return left < gmi_host_free(m) ? (uint32_t)left : gmi_host_free(m);
+}
+void gmi_host_spare_reclaim(gmi_manager_t *m) {
+  for (uint32_t s = 0; !m->host.spare_looked && s < m->host.slot_most; s++) {
+    gmi_chunk_t *c = m->host.slots[s].chunk;
+    uint32_t kind = c ? gmi_chunk_arena(m, c)->kind : GEMINI_KIND_OTHER;
+    bool state = kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
+    if (state && reclaimable(m, c, RECLAIM_STALE)) gmi_host_slot_drop(m, c);
+  }
+  m->host.spare_looked = true;
+}
+/* Prefers memory that is committed: to commit more takes long. */
+static uint32_t spare_choose(const gmi_manager_t *m) {
+  uint32_t any = GMI_NONE, words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64 % words;
+  for (uint32_t i = 0; i < words; i++) {
+    uint32_t word = (first + i) % words;
+    for (uint64_t bits = m->host.free_map[word]; bits; bits &= bits - 1) {
+      uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(bits);
+      uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
+      if (m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes) return slot;
+      if (any == GMI_NONE) any = slot;
+    }
+  }
+  return any;
+}
+bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out) {
+  uint32_t slot = gmi_host_free(m) ? spare_choose(m) : GMI_NONE;
+  if (slot == GMI_NONE || gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m))) return false;
+  m->host.spare_hand = slot;
+  m->host.spare_count++;
+  m->host.slots[slot].spare = true;
+  m->host.slots[slot].blank = false;
+  m->host.slots[slot].failure = GEMINI_OK;
+  set_free(m, slot, false);
+  count_used(m, 1);
+  *slot_out = slot;
+  return true;
+}
+void gmi_host_spare_give(gmi_manager_t *m, uint32_t slot) {
+  m->host.slots[slot].spare = false;
+  m->host.spare_count--;
+  m->host.used -= gmi_slot_bytes(m);
+  set_free(m, slot, true);
+}
+void gmi_host_spare_bind(gmi_manager_t *m, uint32_t slot, gmi_chunk_t *c) {
+  m->host.slots[slot].spare = false;
+  m->host.spare_count--;
+  uint32_t before = gmi_chunk_slot_change(m, c, slot);
+  if (before != GMI_NONE) {
+    m->host.used -= gmi_slot_bytes(m);
+    set_free(m, before, true);
+  }
+  count_used(m, 0);
+}
+
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead) {
   if (ahead < count) ahead = count;
   while (gmi_host_free(m) + m->io.writes < ahead) {
@@ -347,6 +415,7 @@ gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ah
  * next write succeeds, so one spare block is enough. The wait keeps the manager's lock, which workers and the I/O
  * engine do not need. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
+  gmi_specs_room(m, count);
   if (gmi_host_free(m) >= count) return GEMINI_OK;
   /* Failures of earlier writes are logged, not returned: the writes that this call starts may succeed. */
   if (gmi_files_reap(m, NULL)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message());
@@ -434,7 +503,8 @@ static uint32_t run_cost(const gmi_manager_t *m, const gmi_arena_t *store, uint3
   for (uint32_t i = 0; i < count; i++) {
     const gmi_chunk_t *want = &store->chunks[first + i], *is = m->host.slots[slot + i].chunk;
     if (is == want) continue;
-    if (m->host.slots[slot + i].block || !movable(is) || !movable(want)) return UINT32_MAX;
+    if (m->host.slots[slot + i].block || m->host.slots[slot + i].spare || !movable(is) || !movable(want))
+      return UINT32_MAX;
     cost += (gmi_chunk_has_slot(want) ? 1U : 0U) + (is ? 3U : 0U);
   }
   return cost;
@@ -487,6 +557,7 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
                     "%u chunks of arena %s have no common range of host memory: a slot has %llu bytes, a chunk %llu",
                     count, store->name, (unsigned long long)gmi_slot_bytes(m), (unsigned long long)gmi_chunk_bytes(m));
   if (together(store, first, count)) return GEMINI_OK;
+  gmi_specs_drop(m); /* they must be in nobody's way */
   uint32_t missing = 0;
   for (uint32_t i = 0; i < count; i++) {
     gmi_chunk_t *c = &store->chunks[first + i];
@@ -570,6 +641,10 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   }
   if (!atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
+  if (count < m->host.slot_count) {
+    gmi_specs_drop(m);
+    gmi_workers_drain(m, NULL); /* their jobs still use memory that is about to go */
+  }
   /* Queue deferred updates first: one of their pieces may need more slots at once than the smaller budget has. */
   gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
   if (queued) return queued;
@@ -612,6 +687,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
   uint32_t first = (uint32_t)(offset / gmi_slot_bytes(m)), end = (uint32_t)((offset + size) / gmi_slot_bytes(m));
   gemini_status_t status = GEMINI_OK;
   uint32_t slot = first;
+  gmi_specs_drop(m);
   for (; !status && slot < end; slot++) {
     if (slot >= m->host.slot_count)
       status = gmi_fail(
@@ -627,7 +703,7 @@ static gemini_status_t slots_to_blocks(void *user, uint64_t offset, uint64_t siz
                           gmi_chunk_arena(m, m->host.slots[slot].chunk)->name);
       else status = exchange(m, slot, other);
     }
-    if (!status) status = gmi_fence_sync(m, m->host.slots[slot].fence);
+    if (!status) status = slot_quiet(m, &m->host.slots[slot]);
     if (!status) status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
     if (status) break;
     set_free(m, slot, false);

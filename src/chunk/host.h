@@ -37,6 +37,17 @@ void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);
 uint64_t gmi_host_allocs(gmi_manager_t *m); /* bytes in live heap blocks */
 /* A host acquire or a graph has ended: a chunk above a smaller budget can move now. */
 void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);
+/* Spare slots, for values that are speculated (chunk/speculate.h). How many may be taken now: those that are free and
+ * that nothing has used in this iteration and the one before. */
+uint32_t gmi_host_spare(const gmi_manager_t *m);
+/* May make more spare in later iterations: takes the slots of states whose bytes are on the device. Works once an
+ * iteration. */
+void gmi_host_spare_reclaim(gmi_manager_t *m);
+bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out); /* false: the system has no memory for it */
+void gmi_host_spare_give(gmi_manager_t *m, uint32_t slot);
+/* The slot becomes the chunk's, whose own is free then. */
+void gmi_host_spare_bind(gmi_manager_t *m, uint32_t slot, gmi_chunk_t *c);
+void gmi_host_iteration(gmi_manager_t *m);      /* an iteration begins */
 void gmi_host_forget(gmi_manager_t *m);         /* chunks' records are about to go: empties the list of updated ones */
 uint32_t gmi_host_free(const gmi_manager_t *m); /* slots that chunks can get without a reclaim */
 /* Assigns each arena its home slots, for chunks of these sizes. */

@@ -342,6 +342,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
 
 /* ---- moves */
 void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
+  gmi_chunk_unspeculate(m, c);
   /* A transfer under way must not make the old bytes valid when it finishes. */
   gmi_file_supersede(c);
   if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
@@ -492,6 +493,7 @@ void gmi_chunk_drop_device(gmi_manager_t *m, gmi_chunk_t *c) {
 
 void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
+  gmi_chunk_unspeculate(m, c);
   gmi_fence_t used = gmi_chunk_used(m, c);
   gmi_chunk_wrote_host(m, c, &frame, &block);
   if (frame != GMI_NONE) give_frame(m, c, frame, used);
@@ -582,6 +584,7 @@ gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t rea
 
 void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
+  gmi_chunk_unspeculate(m, c);
   gmi_chunk_settle_host(m, c); /* for the wait alone: a failure concerns bytes that nobody needs any more */
   gmi_fence_t used = gmi_chunk_used(m, c);
   gmi_chunk_zeroed(m, c, &frame, &block);

@@ -17,6 +17,7 @@
 #include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
+#include "chunk/speculate.h"
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/streams.h"
@@ -81,9 +82,13 @@ static void gap_in_piece(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t gap
   *count_out = end - *begin_out;
 }
 
-/* The chunks of arenas[i] in a piece. */
-static void piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint32_t *first_out,
-                        uint32_t *count_out) {
+bool gmi_piece_has_gaps(const gmi_walk_t *k, const gmi_piece_t *p) {
+  uint64_t gaps;
+  (void)piece_gaps(k, p, &gaps);
+  return gaps;
+}
+
+void gmi_piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out) {
   uint32_t bytes = k->arenas[i]->element_bytes;
   *first_out = (uint32_t)(p->begin * bytes >> k->m->cut.chunk_shift);
   *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->cut.chunk_shift) - *first_out + 1;
@@ -132,7 +137,7 @@ gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) 
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
   uint32_t first, count, chunks = 0;
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    piece_range(k, p, i, &first, &count);
+    gmi_piece_range(k, p, i, &first, &count);
     chunks += count;
   }
   uint64_t zeros = gaps ? gaps + chunks : 0; /* bound: each gap, and once more where a chunk's end divides one */
@@ -165,7 +170,7 @@ gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) 
     const gmi_arena_t *store = gmi_arena_at(m, k->arenas[i]->store);
     job->element_bytes[i] = k->arenas[i]->element_bytes;
     job->chunks[i] = addresses;
-    piece_range(k, p, i, &first, &count);
+    gmi_piece_range(k, p, i, &first, &count);
     for (uint32_t c = first; c < first + count; c++) *addresses++ = gmi_chunk_host(m, &store->chunks[c]);
   }
   gap_zeros(k, p, first_gap, gaps, job);
@@ -275,7 +280,7 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
     span.first_element += named_shift(k, p);
     span.stream = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[m->update.stream].generation, m->update.stream);
     for (uint32_t i = 0; i < k->u.arena_count; i++)
-      span.ptr[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
+      span.ptr[i] = span.out[i] = k->arenas[i]->base + p->begin * k->arenas[i]->element_bytes;
     for (uint32_t i = 0; i < p->count; i++)
       if (p->modes[i] & GEMINI_WRITE) gmi_chunk_wrote(m, p->chunks[i]);
     k->refs++;
@@ -284,7 +289,7 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
     gmi_callback_begin(m); /* drops the lock; the chunks stay, because they are held */
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_CALLBACK, 0);
-    gmi_span_run(m, k->u.fn, k->u.try_fn, k->u.user, &span);
+    gmi_span_run(m, k->u.fn, k->u.try_fn, k->u.user, &span, NULL);
     gmi_wait_end(m, &wait);
     gmi_callback_end(m, function);
     gmi_fence_t end = gmi_fence_later(m, stream);
@@ -375,8 +380,10 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (!status) status = gmi_workers_failure(m); /* an earlier update did not run: further ones would hide wrong bytes */
   if (status) return status;
   gemini_update_t *u = &k->u;
-  if (u->flags & ~(uint32_t)GEMINI_UPDATE_LATE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~(uint32_t)GEMINI_UPDATE_LATE);
+  const uint32_t known = GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT;
+  if (u->flags & ~known) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~known);
+  if (u->flags & GEMINI_UPDATE_SPECULATE && u->flags != GEMINI_UPDATE_SPECULATE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_SPECULATE goes with no other flag", u->flags);
   if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
   if (!u->arenas || !u->modes || (!u->fn && !u->try_fn))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
@@ -508,7 +515,10 @@ static void walk_accept(gmi_walk_t *k, uint64_t named_first, uint64_t named_coun
   gmi_rest_insert(m->update.deferred, k->tail, NULL);
   for (uint64_t at = k->tail->begin; at < k->tail->end; at = p.end, m->update.deferred->count++) {
     gmi_piece_at(k, at, k->tail->end, &p);
-    for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_accepted(p.chunks[i]);
+    for (uint32_t i = 0; i < p.count; i++) {
+      if (p.modes[i] & GEMINI_WRITE && !(k->u.flags & GEMINI_UPDATE_COMMIT)) gmi_chunk_unspeculate(m, p.chunks[i]);
+      gmi_chunk_piece_accepted(p.chunks[i]);
+    }
   }
   walk_tensors(k, named_first, named_count);
 }
@@ -541,6 +551,10 @@ static void walk_run(gmi_walk_t *k, uint32_t index) {
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->trace.advice->piece_on_device(m, index, number);
     p.next_use = m->trace.advice->piece_use(m, index, number);
+    if (gmi_spec_take(k, &p)) {
+      gmi_rest_queued(m->update.deferred, k->tail, &p);
+      continue;
+    }
     if (device) m->trace.observer->piece_begins(m, index, number);
     status = tail_queue_one(k, &p, device);
     if (device) m->trace.observer->piece_ends(m, index, number);
@@ -568,31 +582,11 @@ uint64_t gmi_piece_elements(gmi_manager_t *m, const uint32_t *arenas, uint32_t a
   return chunk_elements(m, arenas, arena_count, chunk_bytes);
 }
 
-static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
+/* Sets the unit, and finds the gaps. */
+static gemini_status_t walk_cut(gmi_walk_t *k) {
   gmi_manager_t *m = k->m;
-  gemini_status_t status = gmi_cut(m);
-  if (status || !k->u.element_count) return status;
-  const uint64_t named_first = k->u.first_element, named_count = k->u.element_count;
-  const bool sharded = gmi_arena_is_sharded(k->named[0]);
-  if (sharded) status = walk_gathered(k);
-  if (!status) status = check_taken(k);
-  if (status) return status;
-  if (sharded) walk_slices(k);
-  if (!k->u.element_count) { /* this rank has no slice of so few elements */
-    walk_tensors(k, named_first, named_count);
-    return GEMINI_OK;
-  }
-  k->tail = calloc(1, sizeof *k->tail);
-  if (!k->tail) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-  gmi_reap(m);
   uint32_t indexes[GMI_UPDATE_ARENAS];
-  gmi_trace_update_t record = { .arena_count = k->u.arena_count,
-                                .first_element = k->u.first_element,
-                                .element_count = k->u.element_count };
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    indexes[i] = record.arenas[i] = k->arenas[i]->index;
-    record.modes[i] = k->modes[i];
-  }
+  for (uint32_t i = 0; i < k->u.arena_count; i++) indexes[i] = k->arenas[i]->index;
   k->unit = gmi_piece_elements(m, indexes, k->u.arena_count, gmi_chunk_bytes(m));
   k->chunk_pieces = (chunk_elements(m, indexes, k->u.arena_count, gmi_chunk_bytes(m)) + k->unit - 1) / k->unit + 1;
   if (k->gap_arena != GMI_NONE) {
@@ -616,6 +610,50 @@ static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
                       (unsigned long long)k->gaps[0].begin, (unsigned long long)k->gaps[0].end,
                       k->arenas[k->gap_arena]->name, store->name);
   }
+  return GEMINI_OK;
+}
+
+/* GEMINI_UPDATE_SPECULATE */
+static gemini_status_t walk_speculate(gmi_walk_t *k, uint32_t stream) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = gmi_cut(m);
+  if (status || !k->u.element_count) return status;
+  if (gmi_arena_is_sharded(k->named[0]))
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded: updates of it are not speculated",
+                    k->named[0]->name);
+  status = check_taken(k);
+  if (!status) status = walk_cut(k);
+  if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
+  if (!status) gmi_speculate(k);
+  return status;
+}
+
+static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
+  gmi_manager_t *m = k->m;
+  gemini_status_t status = gmi_cut(m);
+  if (status || !k->u.element_count) return status;
+  const uint64_t named_first = k->u.first_element, named_count = k->u.element_count;
+  const bool sharded = gmi_arena_is_sharded(k->named[0]);
+  if (sharded) status = walk_gathered(k);
+  if (!status) status = check_taken(k);
+  if (status) return status;
+  if (sharded) walk_slices(k);
+  if (!k->u.element_count) { /* this rank has no slice of so few elements */
+    walk_tensors(k, named_first, named_count);
+    return GEMINI_OK;
+  }
+  k->tail = calloc(1, sizeof *k->tail);
+  if (!k->tail) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
+  gmi_reap(m);
+  gmi_trace_update_t record = { .arena_count = k->u.arena_count,
+                                .first_element = k->u.first_element,
+                                .element_count = k->u.element_count };
+  for (uint32_t i = 0; i < k->u.arena_count; i++) {
+    record.arenas[i] = k->arenas[i]->index;
+    record.modes[i] = k->modes[i];
+  }
+  status = walk_cut(k);
+  if (status) return status;
   status = walk_room(k, GMI_NONE);
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
@@ -667,9 +705,9 @@ static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {
   gemini_status_t status = walk_check(k, theirs, &stream);
   gmi_update_users_free(m, false);
   if (!status) status = user_copy(k);
-  if (!status) status = walk(k, stream);
+  if (!status) status = k->u.flags & GEMINI_UPDATE_SPECULATE ? walk_speculate(k, stream) : walk(k, stream);
   if (status) free(k->tail);
-  bool late = k->u.flags & GEMINI_UPDATE_LATE;
+  bool late = k->u.flags & (GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE);
   gmi_walk_unref(k);
   gmi_unlock(m);
   if (status || late) return status;

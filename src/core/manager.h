@@ -106,6 +106,7 @@ typedef struct gmi_slot {
                        * by the manager's */
   bool block;         /* the slot holds heap blocks instead of a chunk */
   bool blank;         /* nothing has used the slot since its memory was committed: it reads as zeros */
+  bool spare;         /* it holds new values that are speculated (chunk/speculate.c), and no chunk */
 } gmi_slot_t;
 
 enum { GMI_UPDATED = 1024 };
@@ -123,7 +124,12 @@ typedef struct gmi_host {
   uint32_t slot_most;                    /* slots that may hold chunks; more than slot_count after the budget shrank */
   struct gmi_host_heap *heap;            /* NULL until the first heap block */
   uint32_t block_slots, reserved2;       /* slots that may hold heap blocks */
-  uint64_t updated_first, updated_end;   /* ring of the state chunks that were updated last */
+  uint32_t spare_count, spare_hand; /* slots with values that are speculated; where the search for another begins */
+  bool spare_looked;                /* gmi_host_spare_reclaim() has been called in this iteration */
+  bool spare_reserved[7];
+  uint64_t own_peak[2]; /* most bytes used by others than these: in this iteration, or since the manager was opened, and
+                         * in the one before */
+  uint64_t updated_first, updated_end; /* ring of the state chunks that were updated last */
   gmi_chunk_t *updated[GMI_UPDATED];
 } gmi_host_t;
 
@@ -437,10 +443,11 @@ typedef struct gmi_manager {
   } io;
   struct { /* chunk/update.c, chunk/deferred.c */
     struct gmi_workers *workers;
-    struct gmi_deferred *deferred; /* pieces of accepted updates that are not queued yet */
-    uint32_t stream;               /* the library's own stream for updates on the device */
-    _Atomic gmi_fence_t end;       /* Atomic: behind the last span queued on that stream */
-    struct gmi_update_user *users; /* copies of the caller's data that updates may still use */
+    struct gmi_deferred *deferred;           /* pieces of accepted updates that are not queued yet */
+    uint32_t stream;                         /* the library's own stream for updates on the device */
+    _Atomic gmi_fence_t end;                 /* Atomic: behind the last span queued on that stream */
+    struct gmi_update_user *users;           /* copies of the caller's data that updates may still use */
+    struct gmi_spec *first_spec, *last_spec; /* chunk/speculate.c: units that are speculated, in that order */
   } update;
 
   struct {

@@ -17,6 +17,7 @@ typedef struct gmi_stats {
   _Atomic uint64_t model_bytes, nonmodel_bytes, host_alloc_bytes;
   _Atomic uint64_t acquire_misses, stall_ns, op_peak_error_bytes;
   _Atomic uint64_t iterations, planned_iterations, departures, plans;
+  _Atomic uint64_t speculated_elements, committed_elements, dropped_elements;
   _Atomic uint64_t predicted_step_ns, measured_step_ns, planned_fetch_bytes, planned_evict_bytes;
 } gmi_stats_t;
 

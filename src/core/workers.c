@@ -84,9 +84,13 @@ static bool is_ready(const gmi_workers_t *l, const gmi_job_t *job) {
   return true;
 }
 
-/* Called with the lock held. */
-static __attribute__((format(printf, 4, 5))) void fail(gmi_workers_t *l, gemini_status_t status, int64_t code,
-                                                       const char *format, ...) {
+/* Called with the lock held. attempt: of the job that fails, or NULL. */
+static __attribute__((format(printf, 5, 6))) void fail(gmi_workers_t *l, gmi_attempt_t *attempt, gemini_status_t status,
+                                                       int64_t code, const char *format, ...) {
+  if (attempt && attempt->state != GMI_ATTEMPT_TAKEN) {
+    if (attempt->state == GMI_ATTEMPT_OPEN) attempt->state = GMI_ATTEMPT_FAILED;
+    return;
+  }
   if (l->failure) return;
   va_list args;
   va_start(args, format);
@@ -97,7 +101,7 @@ static __attribute__((format(printf, 4, 5))) void fail(gmi_workers_t *l, gemini_
 }
 
 void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
-                  const gemini_update_span_t *span) {
+                  const gemini_update_span_t *span, gmi_attempt_t *attempt) {
   if (!try_fn) {
     fn(user, span);
     return;
@@ -112,11 +116,12 @@ void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn tr
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   if (status > 0)
-    fail(l, GEMINI_ERR_INVALID, 0,
+    fail(l, attempt, GEMINI_ERR_INVALID, 0,
          "the function of an update returned %d, which is no status, for elements %llu to %llu", status, first, end);
   else
-    fail(l, status, told ? own.native_code : 0, "the function of an update failed for elements %llu to %llu: %.300s",
-         first, end, told ? own.message : gemini_status_string(status));
+    fail(l, attempt, status, told ? own.native_code : 0,
+         "the function of an update failed for elements %llu to %llu: %.300s", first, end,
+         told ? own.message : gemini_status_string(status));
   pthread_mutex_unlock(&l->lock);
 }
 
@@ -201,23 +206,24 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
     add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
-    if (!job->norm) fail(l, status, 0, "an update did not run: %s", text);
+    if (!job->norm) fail(l, job->attempt, status, 0, "an update did not run: %s", text);
   }
   pthread_cond_broadcast(&l->more);
 }
 
-/* Sets span->ptr to element at of each arena, and returns the number of elements from there that are contiguous in
- * every arena: host slots of adjacent chunks need not be adjacent. */
+/* Sets span->ptr and span->out to element at of each arena, and returns the number of elements from there that are
+ * contiguous in every arena: host slots of adjacent chunks need not be adjacent. */
 static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, gemini_update_span_t *span) {
   uint64_t count = job->span.element_count - at, chunk_bytes = UINT64_C(1) << chunk_shift;
   for (uint32_t i = 0; i < span->arena_count; i++) {
     uint64_t bytes = job->element_bytes[i], offset = at * bytes;
     if (!job->chunks[i]) {
-      span->ptr[i] = (uint8_t *)job->span.ptr[i] + offset;
+      span->ptr[i] = span->out[i] = (uint8_t *)job->span.ptr[i] + offset;
       continue;
     }
     offset += job->span.first_element * bytes & (chunk_bytes - 1);
-    span->ptr[i] = job->chunks[i][offset >> chunk_shift] + (offset & (chunk_bytes - 1));
+    span->ptr[i] = span->out[i] = job->chunks[i][offset >> chunk_shift] + (offset & (chunk_bytes - 1));
+    if (job->outs[i]) span->out[i] = job->outs[i][offset >> chunk_shift] + (offset & (chunk_bytes - 1));
     uint64_t left = (chunk_bytes - (offset & (chunk_bytes - 1))) / bytes;
     if (left < count) count = left;
   }
@@ -230,14 +236,20 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
   uint64_t at = job->next_element, count = locate(job, m->cut.chunk_shift, at, &span);
-  if (count > GMI_WORKERS_SLICE) count = GMI_WORKERS_SLICE;
+  const bool dropped = job->attempt && job->attempt->state == GMI_ATTEMPT_DROPPED;
+  if (dropped) count = job->span.element_count - at;
+  else if (count > GMI_WORKERS_SLICE) count = GMI_WORKERS_SLICE;
   job->next_element += count;
   if (job->next_element == job->span.element_count) take_first_ready(l); /* no slice is left for other workers */
+  if (dropped) {
+    job->done_elements += count;
+    return;
+  }
   pthread_mutex_unlock(&l->lock);
   span.first_element += at + job->named_shift;
   span.element_count = count;
   uint64_t begin = m->device.ops->now(m->device.self);
-  gmi_span_run(m, job->fn, job->try_fn, job->user, &span);
+  gmi_span_run(m, job->fn, job->try_fn, job->user, &span, job->attempt);
   uint64_t end = m->device.ops->now(m->device.self);
   double ns = (double)(end - begin) / (double)count;
   pthread_mutex_lock(&l->lock);
@@ -247,6 +259,36 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   if (job->norm) return;
   l->samples++;
   l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
+}
+
+/* Gives up a reference. Called with the lock held. */
+static void attempt_unref(gmi_attempt_t *attempt) {
+  if (!--attempt->refs) free(attempt);
+}
+static void to_next_use(gmi_workers_t *l, gmi_job_t *job, uint64_t next_use) {
+  gmi_job_t *before = NULL, *at = l->ready;
+  for (; at && at != job; at = at->next_ready) before = at;
+  if (at) *(before ? &before->next_ready : &l->ready) = job->next_ready;
+  if (at && l->ready_last == job) l->ready_last = before;
+  job->next_use = next_use;
+  if (at) add_ready(l, job);
+}
+bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use) {
+  gmi_workers_t *l = m->update.workers;
+  pthread_mutex_lock(&l->lock);
+  const bool usable = attempt->state == GMI_ATTEMPT_OPEN;
+  if (usable) attempt->state = GMI_ATTEMPT_TAKEN;
+  if (usable && attempt->job) to_next_use(l, attempt->job, next_use);
+  attempt_unref(attempt);
+  pthread_mutex_unlock(&l->lock);
+  return usable;
+}
+void gmi_attempt_drop(gmi_manager_t *m, gmi_attempt_t *attempt) {
+  gmi_workers_t *l = m->update.workers;
+  pthread_mutex_lock(&l->lock);
+  attempt->state = GMI_ATTEMPT_DROPPED;
+  attempt_unref(attempt);
+  pthread_mutex_unlock(&l->lock);
 }
 
 /* Removes a job whose elements are all done, and frees it. The release increment of work_done publishes the written
@@ -260,6 +302,10 @@ static void finish(gmi_workers_t *l, gmi_job_t *job) {
   l->pending--;
   l->deferred -= job->deferred;
   l->finished++;
+  if (job->attempt) {
+    job->attempt->job = NULL;
+    attempt_unref(job->attempt);
+  }
   pthread_cond_broadcast(&l->done);
   if (!l->first) pthread_cond_broadcast(&l->more); /* a worker that stops waits for an empty queue */
   pthread_mutex_unlock(&l->lock);

@@ -5,9 +5,26 @@
 
 #include "core/manager.h"
 
+/* What becomes of a job that is speculated: shared by the job and the record of what is speculated, and freed with the
+ * later one. Guarded by the workers' lock. */
+typedef struct gmi_job gmi_job_t;
+enum {
+  GMI_ATTEMPT_OPEN,
+  GMI_ATTEMPT_FAILED,  /* its function, or work that it waits for, failed: its results are not to be used */
+  GMI_ATTEMPT_TAKEN,   /* it is as a job of an update from now on: a failure is one of the update */
+  GMI_ATTEMPT_DROPPED, /* nobody wants its results: its function need not run */
+};
+typedef struct gmi_attempt {
+  gmi_job_t *job; /* NULL: done */
+  uint32_t refs, state;
+} gmi_attempt_t;
+/* Both give up the caller's reference, and the attempt must be OPEN or FAILED. take: false if it has failed; next_use:
+ * from now on the job's. */
+bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use);
+void gmi_attempt_drop(gmi_manager_t *m, gmi_attempt_t *attempt);
+
 /* One piece of an update, or one chunk of a norm. The pointers point into the job's own allocation or to records that
  * outlive it. */
-typedef struct gmi_job gmi_job_t;
 struct gmi_job {
   gmi_job_t *next, *previous;
   uint64_t number;     /* order of submission, from 1 */
@@ -19,6 +36,8 @@ struct gmi_job {
   gemini_update_span_t span;
   uint64_t named_shift;      /* added to span.first_element for fn: of slices, where they lie in their arena */
   uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
+  uint8_t *const *outs[8];   /* the same for what fn writes; NULL: as chunks */
+  gmi_attempt_t *attempt;    /* of a job that is speculated; else NULL */
   uint32_t fence_count, slot_count, zero_count;
   bool deferred;       /* counted by gmi_workers_deferred() */
   bool norm;           /* reads only: a failure is not an update's, and the caller checks whether fn ran */
@@ -53,9 +72,10 @@ uint64_t gmi_workers_finished(gmi_manager_t *m); /* jobs and transfers ever fini
  * kind and number describe the wait. The second is for the library's own threads, which do not hold it. */
 void gmi_workers_wait(gmi_manager_t *m, uint64_t finished, gmi_wait_kind_t kind, uint64_t number);
 void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
-/* Calls the caller's function, and records its failure as the update's. Any thread, no lock. */
+/* Calls the caller's function, and records its failure as the update's, or the attempt's unless that is NULL. Any
+ * thread, no lock. */
 void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
-                  const gemini_update_span_t *span);
+                  const gemini_update_span_t *span, gmi_attempt_t *attempt);
 double gmi_workers_ns_per_element(gmi_manager_t *m); /* of updates */
 gemini_status_t gmi_workers_failure(
     gmi_manager_t *m); /* of an update; permanent, as the bytes are wrong from then on */

@@ -14,6 +14,7 @@
 
 #include "chunk/accesses.h"
 #include "chunk/arena.h"
+#include "chunk/host.h"
 #include "tracer/variants.h"
 
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
@@ -127,6 +128,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   }
   t->begun_ns = now;
   m->bracket.iteration_open = true;
+  if (atomic_load(&m->cut.chunk_bytes)) gmi_host_iteration(m);
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;

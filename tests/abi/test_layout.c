@@ -106,7 +106,7 @@ OFFSET(gemini_access_t, offset_bytes, 24);
 OFFSET(gemini_access_t, size_bytes, 32);
 OFFSET(gemini_access_t, ptr, 40);
 
-SIZE(gemini_update_span_t, 104);
+SIZE(gemini_update_span_t, 168);
 OFFSET(gemini_update_span_t, struct_size, 0);
 OFFSET(gemini_update_span_t, tier, 4);
 OFFSET(gemini_update_span_t, first_element, 8);
@@ -115,6 +115,7 @@ OFFSET(gemini_update_span_t, stream, 24);
 OFFSET(gemini_update_span_t, arena_count, 32);
 OFFSET(gemini_update_span_t, reserved, 36);
 OFFSET(gemini_update_span_t, ptr, 40);
+OFFSET(gemini_update_span_t, out, 104);
 
 SIZE(gemini_update_t, 88);
 OFFSET(gemini_update_t, struct_size, 0);
@@ -131,7 +132,7 @@ OFFSET(gemini_update_t, user, 64);
 OFFSET(gemini_update_t, user_bytes, 72);
 OFFSET(gemini_update_t, try_fn, 80);
 
-SIZE(gemini_stats_t, 152);
+SIZE(gemini_stats_t, 176);
 OFFSET(gemini_stats_t, struct_size, 0);
 OFFSET(gemini_stats_t, file_engine, 4);
 OFFSET(gemini_stats_t, model_bytes, 8);
@@ -152,6 +153,9 @@ OFFSET(gemini_stats_t, planned_evict_bytes, 120);
 OFFSET(gemini_stats_t, op_peak_error_bytes, 128);
 OFFSET(gemini_stats_t, pending_updates, 136);
 OFFSET(gemini_stats_t, host_alloc_bytes, 144);
+OFFSET(gemini_stats_t, speculated_elements, 152);
+OFFSET(gemini_stats_t, committed_elements, 160);
+OFFSET(gemini_stats_t, dropped_elements, 168);
 
 SIZE(gemini_tier_stats_t, 32);
 OFFSET(gemini_tier_stats_t, struct_size, 0);
@@ -295,6 +299,8 @@ VALUE(GEMINI_DTYPE_BF16, 1);
 VALUE(GEMINI_DTYPE_F16, 2);
 VALUE(GEMINI_DTYPE_F64, 3);
 VALUE(GEMINI_UPDATE_LATE, 1);
+VALUE(GEMINI_UPDATE_SPECULATE, 2);
+VALUE(GEMINI_UPDATE_COMMIT, 4);
 VALUE(GEMINI_REASON_DEMAND, 0);
 VALUE(GEMINI_REASON_PLAN, 1);
 VALUE(GEMINI_REASON_PRESSURE, 2);

@@ -313,6 +313,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_store, mgr, &a, 1, 0);
   REFUSED(HANDLE, says, gemini_norm, mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
   REFUSED(HANDLE, says, gemini_update, mgr, &update);
+  REFUSED(HANDLE, says, gemini_update_drop, mgr);
   REFUSED(HANDLE, says, gemini_update_wait, mgr);
   REFUSED(HANDLE, says, gemini_stats, mgr, &stats);
   REFUSED(HANDLE, says, gemini_tier_stats, mgr, HOST, &tier_stats);
@@ -728,7 +729,8 @@ static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_fi
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
   const size_t sizes[] = { offsetof(gemini_arena_info_t, element_bytes), sizeof(gemini_tensor_info_t),
-                           sizeof(gemini_stats_t), sizeof(gemini_tier_stats_t), sizeof(gemini_link_stats_t) };
+                           offsetof(gemini_stats_t, speculated_elements), sizeof(gemini_tier_stats_t),
+                           sizeof(gemini_link_stats_t) };
   for (int what = 0; what < 5; what++) {
     for (size_t i = 0; i <= sizeof wrong_sizes / sizeof *wrong_sizes; i++) {
       uint32_t wrong = i < sizeof wrong_sizes / sizeof *wrong_sizes ? wrong_sizes[i] : (uint32_t)sizes[what] - 1;
@@ -750,7 +752,8 @@ static void test_output_structs_of_wrong_size_are_refused_and_longer_ones_are_fi
       if (what == 2) CHECK_OK(gemini_stats(mgr, (gemini_stats_t *)p.bytes));
       if (what == 3) CHECK_OK(gemini_tier_stats(mgr, HOST, (gemini_tier_stats_t *)p.bytes));
       if (what == 4) CHECK_OK(gemini_link_stats(mgr, 0, 0, (gemini_link_stats_t *)p.bytes));
-      const size_t now = what ? sizes[what] : sizeof(gemini_arena_info_t), filled = right[i] < now ? right[i] : now;
+      const size_t now = what == 0 ? sizeof(gemini_arena_info_t) : what == 2 ? sizeof(gemini_stats_t) : sizes[what];
+      const size_t filled = right[i] < now ? right[i] : now;
       CHECK_EQ(p.struct_size, filled);
       CHECK(!all_are(p.bytes, sizes[what] - 8, sizes[what], 0xa5));
       CHECK(all_are(p.bytes, filled, sizeof p.bytes, 0xa5));
@@ -2311,7 +2314,8 @@ static void test_updates_out_of_range_are_refused(void) {
   bed_open();
   int spans = 0;
   const uint64_t elements = world_arena_info(&bed.w, bed.params).size_bytes / 2;
-  REFUSED_UPDATE(INVALID, "flags|0x2", u.flags = 2);
+  REFUSED_UPDATE(INVALID, "flags|0x8", u.flags = 8);
+  REFUSED_UPDATE(INVALID, "flags|goes with no other flag", u.flags = GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT);
   REFUSED_UPDATE(INVALID, "flags|0x8000000", u.flags = UINT32_C(1) << 31);
   REFUSED_UPDATE(INVALID, "NULL", u.arenas = NULL);
   REFUSED_UPDATE(INVALID, "NULL", u.modes = NULL);

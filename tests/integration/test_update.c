@@ -802,7 +802,7 @@ static void test_update_bad_arguments_are_refused(void) {
   CHECK_EQ(rule_submit(&r, 0, 16385, 0, w.stream), GEMINI_ERR_INVALID);
   CHECK_EQ(rule_submit(&r, 16384, 1, 0, w.stream), GEMINI_ERR_INVALID);
   CHECK_EQ(rule_submit(&r, 1, UINT64_MAX, 0, w.stream), GEMINI_ERR_INVALID);
-  CHECK_EQ(rule_submit(&r, 0, 0, 2, w.stream), GEMINI_ERR_INVALID);
+  CHECK_EQ(rule_submit(&r, 0, 0, 8, w.stream), GEMINI_ERR_INVALID);
   CHECK_EQ(rule_submit(&r, 0, 0, 0, foreign.stream), GEMINI_ERR_HANDLE);
   CHECK_EQ(rule_submit(&r, 16384, 0, 0, w.stream), GEMINI_ERR_INVALID);
   r.index[1] = 0;

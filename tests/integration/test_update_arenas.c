@@ -210,7 +210,10 @@ static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
     arenas.param = low ? m.arenas[PARAM] : NULL;
     arenas.grad = m.arenas[GRAD], arenas.master = m.arenas[MASTER], arenas.momentum = m.arenas[MOMENTUM];
     arenas.variance = sgd ? NULL : m.arenas[VARIANCE];
-    CHECK_OK(sgd ? gemini_sgd_arenas(m.w.mgr, &rule, &arenas) : gemini_adamw_arenas(m.w.mgr, &adamw, &arenas));
+    for (int ahead = step % 2; ahead >= 0; ahead--) { /* every other step is speculated, where there is room */
+      arenas.flags = ahead ? GEMINI_UPDATE_SPECULATE : flags | GEMINI_UPDATE_COMMIT;
+      CHECK_OK(sgd ? gemini_sgd_arenas(m.w.mgr, &rule, &arenas) : gemini_adamw_arenas(m.w.mgr, &adamw, &arenas));
+    }
     uint16_t *param = low ? plain.param : NULL;
     CHECK_OK(sgd ? gemini_sgd_host(&rule, ELEMENTS, param, plain.grad, plain.master, plain.momentum, NULL)
                  : gemini_adamw_host(&adamw, ELEMENTS, param, plain.grad, plain.master, plain.momentum, plain.variance,
@@ -220,6 +223,7 @@ static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
     memset(&adamw, 0xa5, sizeof adamw), memset(&rule, 0xa5, sizeof rule), memset(&arenas, 0xa5, sizeof arenas);
   }
   CHECK_OK(gemini_update_wait(m.w.mgr));
+  CHECK(on_device || world_stats(&m.w).committed_elements >= 4 * 32768); /* once there are states on the host */
   for (int i = 0; on_device && i < ARENAS; i++) {
     gemini_access_t pin = world_whole(m.tensors[i], BOTH, DEVICE);
     CHECK_OK(gemini_unpin(m.w.mgr, &pin));

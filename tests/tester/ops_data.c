@@ -183,7 +183,12 @@ bool make_norm(actor_t *a, op_t *op) {
 
 /* ---- update: stream, flags, salt, first, count; arenas and modes */
 static void span_work(const update_t *u, const gemini_update_span_t *span) {
-  update_apply(u, span->first_element, span->element_count, span->ptr);
+  void *ptr[UPDATE_ARENAS];
+  for (uint32_t k = 0; k < u->count; k++) {
+    ptr[k] = span->out[k]; /* speculated: starts from a copy of the old values */
+    if (ptr[k] != span->ptr[k]) memcpy(ptr[k], span->ptr[k], span->element_count * u->element_bytes[k]);
+  }
+  update_apply(u, span->first_element, span->element_count, ptr);
 }
 
 typedef struct span_job {
@@ -374,11 +379,14 @@ void run_update(actor_t *a, const op_t *op) {
   update.stream = stream_handle(a, m, stream);
   update.fn = update_span;
   update.user = u;
+  /* What is speculated is only taken over by an update of the same function. */
+  const bool speculates = update.flags & GEMINI_UPDATE_SPECULATE, commits = update.flags & GEMINI_UPDATE_COMMIT;
+  if (speculates || commits) u->salt = 7;
   bool zero_count = !u->elements;
   if (zero_count) u->elements = least;
   statuses_t perhaps = no_room(a, m, 0) | (m->has_files ? OOM_HOST | OOM_FILE : 0);
   statuses_t wrong = update_wrong(p, u, arenas, zero_count, chunk_bytes(a, m), &perhaps);
-  if (op->arg[1] & ~(uint32_t)GEMINI_UPDATE_LATE) wrong |= INVALID;
+  if (op->arg[1] & ~7U || (speculates && update.flags != GEMINI_UPDATE_SPECULATE)) wrong |= INVALID;
   uint8_t *results[UPDATE_ARENAS] = { NULL };
   if (!wrong) update_model(p, u, arenas, results);
   u->next = a->updates;
@@ -386,11 +394,17 @@ void run_update(actor_t *a, const op_t *op) {
   bool late = update.flags & GEMINI_UPDATE_LATE;
   if (perhaps && !wrong && !late) perhaps |= PENDING;
   perhaps |= updates_failed(a);
+  if (speculates) { /* changes nothing; chunks that are in use are left out */
+    QUIET(a, OK | wrong | perhaps, gemini_update, m->handle, &update);
+    for (uint32_t k = 0; k < u->count; k++) free(results[k]);
+    return;
+  }
   gemini_status_t status = CALL(a, wrong ? wrong | perhaps : OK | perhaps, gemini_update, m->handle, &update);
   u->accepted = !status || status == ERR_PENDING; /* an update is accepted as a whole or not at all */
+  u->commits = commits;
   u->pending = u->accepted && (late || status == ERR_PENDING);
   if (!wrong && u->accepted) {
-    if (!status && !late && atomic_load(&u->seen) != u->elements)
+    if (!status && !late && !commits && atomic_load(&u->seen) != u->elements)
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
               (unsigned long long)u->elements);
     update_done(p, u, arenas, results);
@@ -423,7 +437,10 @@ bool make_update(actor_t *a, op_t *op) {
   op_add(op, (uint32_t)(chance(a, 50) ? -1 : PICK(a, p->streams, STREAMS)) + 1);
   /* With faults and several threads nobody could tell which bytes an update has that another thread's fault ended. */
   bool late = chance(a, 50) && !(a->w->options.faults && a->w->options.threads > 1);
-  op_add(op, late ? GEMINI_UPDATE_LATE : 0);
+  uint32_t flags = late ? GEMINI_UPDATE_LATE : 0;
+  if (chance(a, 30)) flags = GEMINI_UPDATE_SPECULATE;
+  else if (chance(a, 50)) flags |= GEMINI_UPDATE_COMMIT;
+  op_add(op, flags);
   op_add(op, 1 + rnd(a, 1 << 20));
   op_add(op, begin);
   op_add(op, count);
@@ -449,7 +466,7 @@ void run_update_wait(actor_t *a, const op_t *op) {
 /* All updates are done: checks that the function of each was called for every element, and forgets them. */
 void updates_done(actor_t *a, const manager_t *m) {
   for (const update_t *u = a->updates; u; u = u->next)
-    if (u->mgr == m->handle && u->accepted && atomic_load(&u->seen) != u->elements)
+    if (u->mgr == m->handle && u->accepted && !u->commits && atomic_load(&u->seen) != u->elements)
       differs(a, "an update is done, but spans of %llu elements were given to its function, of %llu",
               (unsigned long long)atomic_load(&u->seen), (unsigned long long)u->elements);
   updates_free(a, m->handle);

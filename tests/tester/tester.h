@@ -109,6 +109,7 @@ typedef struct update {
   part_t *part;
   int arenas[UPDATE_ARENAS]; /* their entries in the part */
   bool accepted;             /* gemini_update() returned OK, or PENDING */
+  bool commits;              /* takes over what was speculated, of which its function sees nothing */
   bool pending;              /* accepted, and perhaps not done when the call returned */
   _Atomic uint64_t seen;     /* elements in spans so far */
   gemini_manager_t mgr;

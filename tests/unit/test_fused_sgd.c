@@ -4,6 +4,7 @@
 #include <stdbool.h>
 
 #include "check.h"
+#include "update/beside.h"
 #include "update/update.h"
 #include "update_driver.h"
 
@@ -92,6 +93,36 @@ static void test_sgd_every_isa_equals_plain(void) {
   }
   CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
   CHECK((tried == 0) == (strcmp(gemini_update_isa(), "plain") == 0));
+}
+
+/* New values beside the old ones: the bits of the update in place, and the old ones stay. */
+static void test_sgd_beside_the_old_values_is_the_same(void) {
+  static state_t to;
+  for (uint32_t i = 0; i < 9 * MODES; i++) {
+    const gemini_sgd_t c = config_of((int)i / 9, dtypes[i % 3], dtypes[i / 3 % 3]);
+    const uint64_t count = 5 + i * 71 % 4000;
+    fill(&start, i, true);
+    expected = actual = start;
+    memset(&to, 0x5a, sizeof to);
+    update(&expected, &c, 0, count, false);
+    const gmi_arrays_t a = { NULL, actual.grad, actual.master, c.momentum != 0 ? actual.momentum : NULL, NULL };
+    const gmi_arrays_t out = { to.param, NULL, to.master, c.momentum != 0 ? to.momentum : NULL, NULL };
+    CHECK_EQ(gmi_sgd_beside("test", &c, count, &a, &out), GEMINI_OK);
+    CHECK(!memcmp(&actual, &start, sizeof start));
+    for (uint64_t k = 0; k < count; k++) {
+      float x, y;
+      memcpy(&x, element(to.param, c.param_dtype, k), c.param_dtype == F32 ? 4 : 2);
+      CHECK(same(to.master[k], expected.master[k]));
+      if (c.momentum != 0) CHECK(same(to.momentum[k], expected.momentum[k]));
+      if (c.param_dtype != F32) {
+        CHECK(!memcmp(element(to.param, c.param_dtype, k), element(expected.param, c.param_dtype, k), 2));
+        continue;
+      }
+      memcpy(&y, &expected.param[k], 4);
+      CHECK(same(x, y));
+    }
+    CHECK(!memcmp(&to.master[count], &(uint32_t){ 0x5a5a5a5a }, 4));
+  }
 }
 
 /* One element as torch.optim.SGD's _single_tensor_sgd() updates it, in double, and how far fp32 may be from it. U is the most
@@ -307,6 +338,7 @@ static void test_sgd_cuda_gives_the_kernels_what_the_host_computes_with(void) {
 
 int main(void) {
   RUN(test_sgd_every_isa_equals_plain);
+  RUN(test_sgd_beside_the_old_values_is_the_same);
   RUN(test_sgd_is_near_pytorchs_in_double_precision);
   RUN(test_sgd_does_the_written_operations);
   RUN(test_sgd_reads_rounds_and_sums_as_adamw);

@@ -4,6 +4,7 @@
 #include <stdbool.h>
 
 #include "check.h"
+#include "update/beside.h"
 #include "update/update.h"
 #include "update_driver.h"
 
@@ -363,6 +364,51 @@ static void test_update_in_spans_is_the_same(void) {
   check_same(&actual, &expected, F16);
 }
 
+/* New values beside the old ones: the bits of the update in place, and the old ones stay. Aligned arrays are written
+ * past the caches. */
+static void test_update_beside_the_old_values_is_the_same(void) {
+  static _Alignas(64) state_t to;
+  for (uint64_t seed = 0; seed < 24; seed++) {
+    const uint64_t shift = seed % 3 ? 0 : 1 + seed % 5, first = 512 * (seed % 2), count = 3 + seed * 173;
+    const gemini_adamw_t c = config_of(dtypes[seed % 3], dtypes[seed / 3 % 3]);
+    fill(&start, seed, c.grad_dtype, true);
+    expected = actual = start;
+    CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
+    update(&expected, &c, first, count, false);
+    for (int i = 0; i < 3; i++) {
+      if (gemini_update_force_isa(names[i])) continue;
+      memset(&to, 0x5a, sizeof to);
+      const bool has_param = seed % 4 != 3;
+      const gmi_arrays_t a = { NULL, element(actual.grad, c.grad_dtype, first), actual.master + first,
+                               actual.momentum + first, actual.variance + first };
+      float *const master = (float *)(((uintptr_t)to.master + 63) / 64 * 64) + shift;
+      float *const momentum = (float *)(((uintptr_t)to.momentum + 63) / 64 * 64) + shift;
+      float *const variance = (float *)(((uintptr_t)to.variance + 63) / 64 * 64) + shift;
+      void *const param = element((void *)(((uintptr_t)to.param + 63) / 64 * 64), c.param_dtype, shift);
+      const gmi_arrays_t out = { has_param ? param : NULL, NULL, master, momentum, variance };
+      CHECK_EQ(gmi_adamw_beside("test", &c, count, &a, &out), GEMINI_OK);
+      CHECK(!memcmp(&actual, &start, sizeof start));
+      for (uint64_t k = 0; k < count; k++) {
+        CHECK(same(master[k], expected.master[first + k]) && same(momentum[k], expected.momentum[first + k]) &&
+              same(variance[k], expected.variance[first + k]));
+        const void *is = element(param, c.param_dtype, k), *want = element(expected.param, c.param_dtype, first + k);
+        if (has_param && c.param_dtype != F32) CHECK(!memcmp(is, want, 2));
+        if (has_param && c.param_dtype == F32) CHECK(same(*(const float *)is, *(const float *)want));
+      }
+      CHECK_EQ(bits_of(master[count]), 0x5a5a5a5a); /* and nothing behind */
+      CHECK_EQ(bits_of(variance[count]), 0x5a5a5a5a);
+    }
+  }
+  CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
+  /* The same checks as in place, of the old and the new arrays. */
+  const gemini_adamw_t c = config_of(F32, F32);
+  const gmi_arrays_t a = { NULL, actual.grad, actual.master, actual.momentum, actual.variance };
+  const gmi_arrays_t overlap = { NULL, NULL, to.master, to.master + 8, to.variance }, none = { 0 };
+  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &a, &overlap), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &a, &none), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &none, &a), GEMINI_ERR_INVALID);
+}
+
 static const char *message(void) {
   static gemini_error_info_t info;
   info = (gemini_error_info_t)GEMINI_ERROR_INFO_INIT;
@@ -574,6 +620,7 @@ int main(void) {
   RUN(test_update_of_a_parameter_in_its_gradients_bytes_is_the_same);
   RUN(test_update_without_parameter_or_sum_is_the_same);
   RUN(test_update_in_spans_is_the_same);
+  RUN(test_update_beside_the_old_values_is_the_same);
   RUN(test_update_bad_values_are_refused_by_name);
   RUN(test_update_cuda_gives_the_kernels_what_the_host_computes_with);
   RUN(test_update_cuda_works_in_the_streams_context_and_loads_once);

@@ -209,6 +209,50 @@ static void test_walk_over_random_tables_equals_a_plain_loop(void) {
   CHECK(skipped > parts / 10 && skipped < parts / 2); /* of RULES + 1 rules one, in three rounds of four */
 }
 
+/* Spans whose new values go elsewhere: the arenas stay, and what is written is that of the walk in place. */
+static void test_walk_beside_the_old_values_is_the_same(void) {
+  static model_t beside;
+  uint64_t random = 5;
+  for (uint32_t round = 0; round < 60; round++) {
+    const bool in_place = round % 4 == 1, alone = round % 4 == 2;
+    table_t t = random_table(&random, CAPACITY, round / 12 % 2, in_place, alone);
+    const gemini_update_walk_t fresh = walk_of(&t);
+    gemini_update_walk_t w = fresh;
+    manager_start(HOST);
+    fill(&start, &t, &random);
+    expected = actual = start;
+    memset(&beside, 0x5a, sizeof beside);
+    for (int skips = 1; skips >= 0; skips--) {
+      gemini_update_span_t span = {
+        .struct_size = sizeof span, .tier = GEMINI_TIER_HOST, .element_count = CAPACITY, .arena_count = ARENAS
+      };
+      bool skipped = false;
+      for (uint64_t r = 0; r < t.range_count; r++) {
+        if (!skips && t.ranges[r].rule == GEMINI_UPDATE_SKIP) t.ranges[r].rule = 0;
+        skipped |= t.ranges[r].rule == GEMINI_UPDATE_SKIP && (r ? t.ranges[r - 1].end_element : 0) < CAPACITY;
+      }
+      if (skips && !skipped) continue;
+      for (uint32_t a = 0; a < ARENAS; a++) {
+        span.ptr[a] = element(&actual, &t, a, 0);
+        span.out[a] = element(&beside, &t, a, 0);
+      }
+      span.out[t.index[GRAD]] = span.ptr[t.index[GRAD]];
+      if (t.index[PARAM] != GEMINI_INDEX_NONE) span.ptr[t.index[PARAM]] = low_param(&actual, &t, in_place, 0);
+      w = fresh;
+      gemini_update_walk(&w, &span);
+      CHECK_EQ(gemini_update_walk_status(&w), skips ? GEMINI_ERR_INVALID : GEMINI_OK);
+    }
+    CHECK(!memcmp(&actual, &start, sizeof actual));
+    plain_loop(&expected, &t, in_place, 0, CAPACITY);
+    for (uint32_t role = 0; role < ROLES; role++) {
+      const uint32_t a = t.index[role];
+      if (role == GRAD || a == GEMINI_INDEX_NONE || (role == VARIANCE && t.sgd)) continue;
+      const void *want = role == PARAM ? low_param(&expected, &t, in_place, 0) : element(&expected, &t, a, 0);
+      CHECK(!memcmp(element(&beside, &t, a, 0), want, (size_t)CAPACITY * t.bytes[a]));
+    }
+  }
+}
+
 static void test_walk_cut_at_every_place_is_the_same(void) {
   const uint64_t elements = 90;
   uint64_t random = 5;
@@ -501,6 +545,7 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
 
 int main(void) {
   RUN(test_walk_over_random_tables_equals_a_plain_loop);
+  RUN(test_walk_beside_the_old_values_is_the_same);
   RUN(test_walk_cut_at_every_place_is_the_same);
   RUN(test_walk_queues_neighbours_with_one_rule_as_one);
   RUN(test_walk_takes_longer_rules);

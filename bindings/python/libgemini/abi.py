@@ -57,7 +57,7 @@ OFFSET_NEXT = 2**64 - 1
 PHASE_NONE, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE = range(4)
 READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
-UPDATE_LATE = 1
+UPDATE_LATE, UPDATE_SPECULATE, UPDATE_COMMIT = 1, 2, 4
 TRANSPORT_SHARED = 0
 TRANSPORT_NCCL = 1
 GROUP_RANK_ORDER = 1
@@ -212,6 +212,7 @@ class UpdateSpan(ctypes.Structure):
         ("arena_count", c_uint32),
         ("reserved", c_uint32),
         ("ptr", c_void_p * 8),
+        ("out", c_void_p * 8),
     ]
 
 
@@ -258,6 +259,9 @@ class Stats(_Sized):
             "op_peak_error_bytes",
             "pending_updates",
             "host_alloc_bytes",
+            "speculated_elements",
+            "committed_elements",
+            "dropped_elements",
         )
     ]
 
@@ -465,6 +469,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "store": [_M, c_void_p, ctypes.c_int, _U64],
     "norm": [_M, c_void_p, _U32, _H, POINTER(c_double)],
     "update": [_M, POINTER(Update)],
+    "update_drop": [_M],
     "update_wait": [_M],
     "checkpoint": [_M],
     "resume": [_M],

@@ -244,7 +244,7 @@ def test_updates_that_never_seem_done_are_forgotten(session, monkeypatch):
     for _ in range(100):
         step_of(model, optimizer)
         kept.append(len(optimizer.rule.walks))
-    assert 10 <= max(kept) <= 20 and 1 <= len(waits) <= 10
+    assert 10 <= max(kept) <= 3 * 20 and 1 <= len(waits) <= 10  # a step has one update, and up to two ahead of it
 
 
 class Watched:

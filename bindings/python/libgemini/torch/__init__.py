@@ -143,6 +143,7 @@ def init(
     deadline: float = 0.0,
     rank_order: bool = False,
     units: str = "auto",
+    speculate: bool = True,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -195,6 +196,8 @@ def init(
             "auto": as long as all parameters, gradients, states and other tensors of the session fit on the device.
             "always": also where they do not. "never": each use by itself, except in unit(). With several processes
             always as "never".
+        speculate: Compute updates of AdamW and Adam while the backward pass runs, as if nothing were clipped, in host
+            memory that is not used otherwise. Results have the same bits with and without.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -241,6 +244,7 @@ def init(
         deadline=deadline,
         rank_order=rank_order,
         units=units,
+        speculate=speculate,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)

@@ -15,6 +15,7 @@ from ..abi import GeminiError
 from . import internals
 from .arenas import ALIGNMENT, DTYPES
 from .rules import groups_of, master_place, own_step
+from .speculate import Speculation, first_of, padded
 from .states import AdamwState, count_of
 
 if typing.TYPE_CHECKING:
@@ -46,6 +47,7 @@ class AdamwRule:
         self.group_of = {}
         self.neighbours = {}  # by record: the records that share chunks with it, and itself
         self.waiting = {}  # records whose gradients are complete, in their order
+        self.speculation = Speculation(self) if session.speculate and not session.ranks else None
 
     def prepare(self, records):
         for record in records:
@@ -61,13 +63,16 @@ class AdamwRule:
             records.sort(key=lambda record: record.place.offset)
 
     def let_go(self, record):
+        if self.speculation:
+            self.speculation.forget()
         self.arenas[record.place.arena].remove(record)
         record.step = None
         for kind in ("momentum", "variance"):
             record.states.pop(kind).zero()
         record.rule = None
 
-    def rule(self, record, group):
+    def rule(self, record, group, factor=None):
+        """The rule of a parameter's next step; factor: of its gradient, or None for the one that it has."""
         beta1, beta2 = map(float, group["betas"])
         dtype = DTYPES[record.place.dtype]
         step = 1 if record.step is None else 1 + int(record.step)
@@ -81,7 +86,7 @@ class AdamwRule:
             beta2,
             float(group["eps"]),
             float(group["weight_decay"]),
-            record.scale,
+            record.scale if factor is None else factor,
         )
 
     def step(self, groups):
@@ -90,15 +95,34 @@ class AdamwRule:
         if self.session.ranks:
             self.step_of_ranks(group_of)
             return
+        speculation = self.speculation
+        if speculation:
+            speculation.settle(group_of)
+        updated = []
         for arena, records in self.arenas.items():
             given = [record for record in records if record.given]
             for record in given:
                 record.store_given()
+            updated += [record for record in records if self.is_ready(record, group_of)]
             try:
-                self.submit(arena, records, group_of)
+                self.submit(arena, records, group_of, abi.UPDATE_LATE | (abi.UPDATE_COMMIT if speculation else 0))
             finally:
                 for record in given:
                     record.drop()
+        if speculation:
+            speculation.made(updated, group_of)
+
+    def skipped(self):
+        """The optimizer makes no step of these gradients."""
+        if self.speculation:
+            self.speculation.skipped()
+
+    def is_ready(self, record, group_of):
+        return record.has_grad and record.place.elements and id(record) in group_of
+
+    def end_of(self, record):
+        """The end of an update that ends with a parameter, in elements: that of the padding behind it."""
+        return padded(first_of(record) + record.place.elements)
 
     def step_of_ranks(self, group_of):
         """One update of each arena, of all its elements: those of a rank's slices."""
@@ -137,6 +161,8 @@ class AdamwRule:
                     )
 
     def groups_changed(self, groups):
+        if self.speculation:
+            self.speculation.group_of = groups_of(groups)
         if self.neighbours:
             self.group_of = groups_of(groups)
 
@@ -174,9 +200,9 @@ class AdamwRule:
         for record in records:
             record.has_grad = False
 
-    def submit(self, arena, records, group_of):
+    def submit(self, arena, records, group_of, flags=abi.UPDATE_LATE):
         """Submits one update for parameters of an arena, from the first one with a gradient to the last."""
-        ready = [record for record in records if record.has_grad and record.place.elements and id(record) in group_of]
+        ready = [record for record in records if self.is_ready(record, group_of)]
         if not ready:
             return
         itemsize = ready[0].place.dtype.itemsize
@@ -198,15 +224,18 @@ class AdamwRule:
             else:
                 ranges.append((at, rule))
         end = ranks.elements(arena, itemsize) if ranks else at
+        if flags & abi.UPDATE_COMMIT:  # which takes whole units over, the last one with its padding
+            end = at = self.end_of(ready[-1])
+            ranges[-1] = at, ranges[-1][1]
         if end > at:
             ranges, at = [*ranges, (end, abi.UPDATE_SKIP)], end
         whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
-        self.run(arena, ready[0], start, at - start, list(rules), ranges, whole)
+        self.run(arena, ready[0], start, at - start, list(rules), ranges, whole, flags)
         for record in ready:  # the library has accepted the update
             record.step = count_of(0) if record.step is None else record.step
             record.step += 1
 
-    def run(self, arena, record, start, count, rules, ranges, whole):
+    def run(self, arena, record, start, count, rules, ranges, whole, flags):
         session = self.session
         param = abi.WRITE if whole else abi.READ_WRITE
         parts = [(arena, param), (record.grad_place.arena, abi.READ)]
@@ -222,7 +251,7 @@ class AdamwRule:
             parts[0] = arena, abi.READ_WRITE
             walk.param_index, walk.master_index, walk.momentum_index, walk.variance_index = abi.INDEX_NONE, 0, 2, 3
         update = abi.Update(
-            flags=abi.UPDATE_LATE,
+            flags=flags,
             arena_count=len(parts),
             first_element=start,
             element_count=count,

@@ -131,16 +131,22 @@ class Backward:
         if not self.landed:
             return
         early: list[Record] = []
+        ahead: dict[typing.Any, list[Record]] = {}  # by the Speculation of their rule
         for batch in self.batches([one for one in self.landed if only is None or one.record is only]):
             self.store_batch(batch)
             for one in batch:
                 self.landed.remove(one)
                 if one.record.early and one.record in self.session.rule_of:
                     early.append(one.record)
+                else:
+                    ahead.setdefault(getattr(one.record.rule, "speculation", None), []).append(one.record)
         if early:
             self.session.brackets.op_end()
         for record in early:
             self.session.rule_of[record].landed(record)
+        for speculation, records in ahead.items():
+            if speculation is not None:
+                speculation.landed(records)
 
     def batches(self, landed: list[Landed]) -> list[list[Landed]]:
         """Divides gradients into batches that may be on the device together, each parameter's once in a batch."""

@@ -267,6 +267,8 @@ class Optimizer(torch.optim.Optimizer):
             going = self.unscale()
             if going and self.rule.by_parameter:
                 self.rule.step(self.param_groups)
+            elif isinstance(self.rule, AdamwRule):
+                self.rule.skipped()
         if going and not self.rule.by_parameter:
             loss = self.rule.step_whole(args, kwargs)
         with torch.no_grad():

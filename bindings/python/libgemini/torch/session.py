@@ -39,6 +39,7 @@ class Session:
         device: The torch device that tensors of the session are on.
         progress: Whether long operations report their progress, as of init().
         units: Whether parameters of repeated blocks are acquired together, as of init(); see blocks.py.
+        speculate: Whether updates are computed ahead of the step; see speculate.py.
         cuda: Whether device is a GPU; otherwise it is the simulated device.
         manager: The libgemini.Manager, whose handle is 0 once the session was closed.
         arenas: Where tensors live; see arenas.py.
@@ -75,12 +76,14 @@ class Session:
         deadline: float,
         rank_order: bool,
         units: str,
+        speculate: bool = True,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
         process_group: of several processes, or None.
         """
         self.device = device
+        self.speculate = speculate
         self.progress = progress
         self.units = units
         self.cuda = device.type == "cuda"

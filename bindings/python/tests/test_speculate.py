@@ -1,0 +1,319 @@
+"""Updates that are computed ahead of the step have its bits, whatever comes in between; and they happen.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import bits
+import libgemini.torch as gm
+from libgemini.torch.speculate import Units, is_power_of_two
+
+WIDTH, LAYERS = 256, 4
+
+
+def net(dtype):
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(LAYERS)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step, dtype):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+class Loop:
+    """A training loop whose steps are told one by one what is special about them."""
+
+    def __init__(self, session, dtype=torch.bfloat16, speculate=True, micro=1, device_memory="1MiB", **more):
+        self.session = session(device_memory, speculate=speculate, **more)
+        model = net(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = gm.prepare(model, optimizer)
+        self.dtype, self.micro, self.number, self.norms = dtype, micro, 0, []
+
+    def backward(self, micro=None):
+        for _ in range(micro or self.micro):
+            self.number += 1
+            (self.model(batch(self.number, self.dtype)).float() ** 2).mean().backward()
+
+    def clip(self, most):
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)))
+
+    def step(self, most=None):
+        if most:
+            self.clip(most)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self):
+        state = self.optimizer.state_dict()
+        params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        return bits.described({"params": params, "state": state["state"], "norms": self.norms})
+
+
+def counts():
+    stats = gm.stats()
+    return [stats[name + "_elements"] for name in ("speculated", "committed", "dropped")]
+
+
+def same_twice(session, program, **more):
+    """Runs a program with and without; returns the counts of the first run."""
+    results, found = [], None
+    for speculate in (True, False):
+        loop = Loop(session, speculate=speculate, **more)
+        program(loop)
+        results.append(loop.result())
+        if speculate:
+            found = counts()
+        else:
+            assert counts() == [0, 0, 0]
+        gm.close()
+    assert results[0] == results[1]
+    return found
+
+
+ELEMENTS = sum(param.numel() for param in net(torch.float32).parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_steps_that_are_not_clipped_take_over_all_of_it(session, dtype, micro):
+    def program(loop):
+        for _ in range(6):
+            loop.backward()
+            loop.step(1e9)
+
+    speculated, committed, dropped = same_twice(session, program, dtype=dtype, micro=micro)
+    # The first step is watched; from the second one on all is computed ahead, as far as states are on the host.
+    assert committed > 2 * ELEMENTS and committed <= 5 * ELEMENTS
+    assert dropped <= speculated - committed
+
+
+def test_steps_that_are_always_clipped_compute_nothing_ahead(session):
+    def program(loop):
+        for _ in range(5):
+            loop.backward()
+            loop.step(1e-3)
+
+    assert same_twice(session, program) == [0, 0, 0]
+
+
+def test_clipped_and_not_by_turns(session):
+    def program(loop):
+        for step in range(12):
+            loop.backward()
+            loop.step(1e-3 if step % 2 else 1e9)
+
+    speculated, committed, dropped = same_twice(session, program)
+    assert speculated == dropped > 0 and committed == 0
+    assert dropped <= ELEMENTS  # once, and not again
+
+
+def test_clipped_now_and_then(session):
+    def program(loop):
+        for step in range(14):
+            loop.backward()
+            loop.step(1e-3 if step in (4, 5) else 1e9)
+
+    speculated, committed, dropped = same_twice(session, program)
+    assert dropped > 0 and committed > 3 * ELEMENTS
+
+
+def edit_gradient(loop):
+    next(loop.model.parameters()).grad.view(-1)[5] = 3.0
+
+
+def edit_all_gradients(loop):
+    for param in loop.model.parameters():
+        param.grad.add_(0.5)
+
+
+def halve_gradients(loop):
+    for param in loop.model.parameters():
+        param.grad.mul_(0.5)
+
+
+def assign_gradient(loop):
+    param = list(loop.model.parameters())[5]
+    param.grad = torch.ones_like(param.grad)
+
+
+def drop_gradient(loop):
+    list(loop.model.parameters())[5].grad = None
+
+
+def edit_parameter(loop):
+    with torch.no_grad():
+        next(loop.model.parameters()).mul_(0.5)
+
+
+def edit_state(loop):
+    param = next(loop.model.parameters())
+    loop.optimizer.state[param]["exp_avg"].add_(0.01)
+
+
+def edit_step(loop):
+    param = next(loop.model.parameters())
+    loop.optimizer.state[param]["step"].add_(3)
+
+
+def change_rate(loop):
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def change_betas(loop):
+    loop.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+def load_states(loop):
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def one_more_pass(loop):
+    loop.backward(1)
+
+
+def no_step_after_all(loop):
+    loop.optimizer.zero_grad()
+    loop.backward()
+
+
+def less_memory(loop):
+    manager = gm.session().manager
+    manager.lib.budget_set(manager.handle, 1, 6 << 20)
+    manager.lib.budget_set(manager.handle, 1, 256 << 20)
+
+
+def evaluate(loop):
+    with torch.no_grad():
+        loop.norms.append(float(loop.model(batch(99, loop.dtype)).float().sum()))
+
+
+BETWEEN = [
+    edit_gradient,
+    edit_all_gradients,
+    halve_gradients,
+    assign_gradient,
+    drop_gradient,
+    edit_parameter,
+    edit_state,
+    edit_step,
+    change_rate,
+    change_betas,
+    load_states,
+    one_more_pass,
+    no_step_after_all,
+    less_memory,
+    evaluate,
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+def test_what_comes_between_is_seen(session, between):
+    def program(loop):
+        for step in range(5):
+            loop.backward()
+            if step == 3:
+                between(loop)
+            loop.step(1e9)
+
+    _, committed, dropped = same_twice(session, program)
+    assert committed > ELEMENTS
+    if between not in (evaluate, load_states):
+        assert dropped > 0
+
+
+@pytest.mark.parametrize("between", [drop_gradient, edit_parameter, edit_gradient, one_more_pass])
+def test_what_comes_between_is_seen_in_fp32(session, between):
+    def program(loop):
+        for step in range(5):
+            loop.backward()
+            if step == 3:
+                between(loop)
+            loop.step(1e9)
+
+    _, committed, dropped = same_twice(session, program, dtype=torch.float32)
+    assert committed > ELEMENTS and dropped > 0
+
+
+def test_little_memory(session):
+    """As much host memory as the model takes, and a little: a part is computed ahead."""
+
+    def program(loop):
+        for _ in range(6):
+            loop.backward()
+            loop.step(1e9)
+
+    needed = 16 * ELEMENTS + (1 << 20)
+    _, committed, _ = same_twice(session, program, host_memory=needed + (2 << 20))
+    assert 0 < committed < 4 * ELEMENTS
+
+
+def test_loss_scaling(session):
+    """A power of two is no clipping; an infinity drops what was computed ahead."""
+
+    def program(loop):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        for step in range(10):
+            loss = (loop.model(batch(step, loop.dtype)).float() ** 2).mean()
+            if step == 5:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(loop.optimizer)
+                loop.clip(1e9)
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+
+    _, committed, dropped = same_twice(session, program)
+    assert committed > 2 * ELEMENTS and dropped > 0
+
+
+def test_a_scheduler_and_groups(session):
+    def program(loop):
+        params = list(loop.model.parameters())
+        loop.optimizer.param_groups[0]["params"] = params[:7]
+        loop.optimizer.add_param_group({"params": params[7:], "lr": 1e-3, "weight_decay": 0.3})
+        scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 0.9**step)
+        for _ in range(5):
+            loop.backward()
+            loop.step(1e9)
+            scheduler.step()
+
+    _, committed, dropped = same_twice(session, program)
+    assert committed > 2 * ELEMENTS and dropped == 0
+
+
+def test_a_frozen_layer_in_the_middle(session):
+    def program(loop):
+        for step in range(6):
+            for param in loop.model[1].parameters():
+                param.requires_grad_(step not in (2, 3))
+            loop.backward()
+            loop.step(1e9)
+
+    _, committed, _ = same_twice(session, program)
+    assert committed > 0
+
+
+def test_powers_of_two():
+    assert all(map(is_power_of_two, (1.0, 0.5, 2.0**-16, 2.0**20)))
+    assert not any(map(is_power_of_two, (0.0, -1.0, 0.75, 3.0, float("inf"), float("nan"), 0.9999999999999999)))
+
+
+def test_units_are_those_of_the_library():
+    class Thing:
+        def __init__(self, first, elements):
+            self.place = self
+            self.offset, self.elements, self.dtype = first * 2, elements, torch.bfloat16
+
+    records = [Thing(0, 1000), Thing(1024, 512), Thing(2048, 100), Thing(2304, 3000)]
+    units = Units(records, 1024, 5376)
+    assert units.records_of == {0: 1, 2: 2, 3: 1, 4: 1, 5: 1}  # 1 has a gap
+    assert units.within(2048, 3072) == records[2:] and units.within(0, 1024) == records[:1]
+    assert Units(records[1:2], 1024, 1536).records_of == {1: 1}
+    assert Units([Thing(256, 5000)], 1024, 5376).records_of == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}

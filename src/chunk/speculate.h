@@ -1,0 +1,18 @@
+/* Updates that are speculated: new values beside the old ones, in spare host slots.
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * The caller holds the manager's lock. gmi_spec_drop() of one unit is in chunk.h, which writes of a chunk call. */
+#ifndef GMI_SPECULATE_H
+#define GMI_SPECULATE_H
+
+#include "chunk/deferred.h"
+
+/* Speculates the units of an update's range for which there is spare memory and whose chunks need no move. The walk is
+ * checked, has its unit and its gaps, and ends with the call. */
+void gmi_speculate(gmi_walk_t *k);
+/* Takes over the values of a piece of an accepted update, if they are speculated; else false, and it is to be run. */
+bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p);
+void gmi_specs_drop(gmi_manager_t *m);                 /* all */
+void gmi_specs_room(gmi_manager_t *m, uint32_t count); /* the last ones, until count slots are free or none is left */
+
+#endif
