@@ -273,7 +273,7 @@ GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_
  *  @param group  over which all sharded arenas of the manager are; NULL: none is sharded, and this process is all ranks
  *  @param directories  one or several, separated by ':', as file_dir of gemini_config_t. Ranks of several machines need
  *           directories that all of them share. Borrowed until return
- *  @param name   1 to 200 bytes without '/', the same on all ranks. Files are NAME.ranks, NAME.lock and, of each rank,
+ *  @param name   1 to 160 bytes without '/', the same on all ranks. Files are NAME.ranks, NAME.lock and, of each rank,
  *           NAME.NUMBER-TOKEN.RANK.index and .chunks. Borrowed until return
  *  If it fails on one rank, it fails on all with that rank's status and words, "rank 2: ...", and the previous
  *  checkpoint stays. But for GEMINI_ERR_PEER, which says that a rank has ended or did not come: if that was rank 0, as
@@ -299,7 +299,7 @@ GEMINI_API gemini_status_t gemini_group_checkpoint(gemini_manager_t mgr, gemini_
  *  sharded or not; they must hold no bytes yet.
  *  @param group  with which the ranks agree; arenas may be sharded over others. NULL: none is sharded, and this process
  *           is alone
- *  @param directories, name  as for gemini_group_checkpoint(), or file_dir and checkpoint_name
+ *  @param directories, name  as for gemini_group_checkpoint(), or file_dir and checkpoint_name (of up to 200 bytes)
  *  If it fails on one rank, it fails on all, and nothing has changed.
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT  it is of other arenas or tensors, or a file is missing or damaged: the message names the

@@ -123,13 +123,15 @@ static gemini_status_t session_open(gmi_manager_t *m, gemini_group_t group, cons
   return k->reports ? GEMINI_OK : no_memory();
 }
 
-static gemini_status_t check_names(const session_t *k) {
+/* most: bytes of name. Ends of files take up to 53 bytes of the 255 that systems have for a name. */
+enum { NAME_BYTES = 160, NAME_BYTES_OF_ONE = 200 };
+static gemini_status_t check_names(const session_t *k, size_t most) {
   if (!k->directories || !*k->directories) return gmi_fail(GEMINI_ERR_INVALID, 0, "directories names none");
   if (*k->directories == ':' || strstr(k->directories, "::") || k->directories[strlen(k->directories) - 1] == ':')
     return gmi_fail(GEMINI_ERR_INVALID, 0, "directories is \"%.200s\", which has an empty name", k->directories);
-  if (!k->name || !*k->name || strchr(k->name, '/') || strlen(k->name) > 200)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "name is \"%.60s\": it must have 1 to 200 bytes, and no /",
-                    k->name ? k->name : "");
+  if (!k->name || !*k->name || strchr(k->name, '/') || strlen(k->name) > most)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "name is \"%.60s\": it must have 1 to %zu bytes, and no /",
+                    k->name ? k->name : "", most);
   return GEMINI_OK;
 }
 
@@ -423,7 +425,7 @@ static gemini_status_t checkpoint(gmi_manager_t *m, gemini_group_t group, const 
   if (status) return status;
   const gmi_sys_t *sys = gmi_files_sys_of(m);
   w = calloc(1, sizeof *w);
-  status = w ? check_names(&k) : no_memory();
+  status = w ? check_names(&k, NAME_BYTES) : no_memory();
   if (!status) status = prepare(&k);
   if (!status && !k.id.rank) status = begin(&k, &lock);
   const report_t mine = { .values = { k.id.number, k.id.token, names_hash(&k) } };
@@ -630,7 +632,7 @@ static gemini_status_t resume(gmi_manager_t *m, gemini_group_t group, const char
   gemini_status_t status = session_open(m, group, directories, name, "gemini_group_resume", &k);
   if (status) return status;
   reader_t r = { .session = &k };
-  status = check_names(&k);
+  status = check_names(&k, NAME_BYTES_OF_ONE);
   if (!status) status = gmi_cut(m);
   if (!status) status = gmi_updates_queue(m, NULL);
   if (!status) status = check_untouched(&k);

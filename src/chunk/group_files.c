@@ -209,6 +209,9 @@ static gemini_status_t part_read(gmi_manager_t *m, const gmi_root_t *root, uint3
     if (p->files.index.checksum != root->sums[rank])
       return gmi_fail(GEMINI_ERR_FORMAT, 0, "its checksum is %#x, but the checkpoint was made with one of %#x",
                       p->files.index.checksum, root->sums[rank]);
+  } else if (p->files.index.checksum != root->checksum || p->files.index.number != root->number) {
+    return gmi_fail(GEMINI_ERR_FORMAT, 0, "it was replaced while it was read: checkpoint %" PRIu64 " by %" PRIu64,
+                    root->number, p->files.index.number);
   }
   gemini_status_t status = gmi_layout_read(&r, p->files.index.blob, p->files.index.blob_bytes);
   if (status) return status;
@@ -354,6 +357,18 @@ gemini_status_t gmi_root_read(gmi_manager_t *m, const char *directories, const c
   return status;
 }
 
+/* After a failure to replace the root, which a network's file system may report of a rename that was done: is root the
+ * one in force? *surely_out: what it says is known. */
+static bool root_is(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
+                    bool *surely_out) {
+  gmi_root_t now = { 0 };
+  const gemini_status_t status = gmi_root_read(m, directories, name, &now);
+  const bool same = !status && now.of_group && now.number == root->number && now.token == root->token;
+  *surely_out = !status || status == GEMINI_ERR_NOT_FOUND;
+  gmi_root_free(&now);
+  return same;
+}
+
 gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
                                bool *in_force_out) {
   const gmi_sys_t *sys = gmi_files_sys_of(m);
@@ -375,6 +390,14 @@ gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const 
     status = gmi_index_write(sys, path, beside, &x);
   }
   *in_force_out = !status;
+  if (status && size) {
+    gmi_failure_t why;
+    bool surely;
+    gmi_fail_keep(status, &why);
+    const bool same = root_is(m, directories, name, root, &surely);
+    *in_force_out = same || !surely;
+    status = same ? GEMINI_OK : gmi_fail_again(&why);
+  }
   if (!status) {
     directory = strdup(path);
     if (directory) *strrchr(directory, '/') = 0;

@@ -67,12 +67,14 @@ typedef struct gmi_root {
 /* Reads "<name>.ranks", or looks whether there is "<name>.index". NOT_FOUND: there is neither; FORMAT: damaged, or both
  * are there. */
 gemini_status_t gmi_root_read(gmi_manager_t *m, const char *directories, const char *name, gmi_root_t *root_out);
-/* Replaces the root. *in_force_out: it is replaced, also if the call fails after that. */
+/* Replaces the root. If the rename fails, the root is read again: where it is the new one, the call goes on.
+ * *in_force_out: it is replaced, or may be, also if the call fails. */
 gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
                                bool *in_force_out);
 void gmi_root_free(gmi_root_t *root);
 
-/* Reads the description of a part and compares it with the manager's arenas and tensors. */
+/* Reads the description of a part and compares it with the manager's arenas and tensors. FORMAT also if it is not the
+ * one that root names, or was looked at, of one process. */
 gemini_status_t gmi_part_open(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
                               uint32_t rank, gmi_part_t *part_out);
 /* Gives tensors the states, and sums, that the part says. */

@@ -1758,7 +1758,7 @@ static void test_checkpoints_of_a_manager_that_keeps_nothing_are_refused(void) {
   REFUSED(STATE, "checkpoint_name", gemini_resume, bed.w.mgr);
   REFUSED(INVALID, "directories", gemini_group_checkpoint, bed.w.mgr, NULL, NULL, "run");
   REFUSED(INVALID, "directories|a::b", gemini_group_checkpoint, bed.w.mgr, NULL, "a::b", "run");
-  REFUSED(INVALID, "name|1 to 200", gemini_group_checkpoint, bed.w.mgr, NULL, ".", NULL);
+  REFUSED(INVALID, "name|1 to 160", gemini_group_checkpoint, bed.w.mgr, NULL, ".", NULL);
   REFUSED(INVALID, "name|a/b", gemini_group_checkpoint, bed.w.mgr, NULL, ".", "a/b");
   REFUSED(INVALID, "directories", gemini_group_resume, bed.w.mgr, NULL, "", "run");
   REFUSED(INVALID, "name is \"\"", gemini_group_resume, bed.w.mgr, NULL, ".", "");

@@ -27,6 +27,11 @@ static struct {
   uint32_t after; /* so many go well before it */
 } fails;
 
+static bool lies, blinds; /* renaming to a root succeeds, and says that it failed; and then no root can be opened */
+static bool blind;
+static char second[400]; /* not "": takes the place of "run.index" when that is opened for the second time */
+static int index_opens;
+
 static void call(void) {
   if (atomic_fetch_add(&calls, 1) + 1 == die_at) raise(SIGKILL);
 }
@@ -39,6 +44,11 @@ static bool failing(const char *what) {
 static int fault_open(const char *path, int flags, mode_t mode) {
   const bool counted = strstr(path, dir);
   if (counted) call();
+  if (blind && strstr(path, "run.ranks")) return errno = EIO, -1;
+  if (*second && strstr(path, "/run.index") && ++index_opens == 2) {
+    CHECK_EQ(rename(second, path), 0);
+    *second = 0;
+  }
   int fd = gmi_sys_real.open(path, flags, mode);
   if (counted) call();
   return fd;
@@ -62,6 +72,11 @@ static int fault_rename(const char *from, const char *to) {
   if (failing("rename")) return -1;
   int result = gmi_sys_real.rename(from, to);
   call();
+  if (lies && strstr(to, "run.ranks")) {
+    blind = blinds;
+    errno = ENOENT;
+    return -1;
+  }
   return result;
 }
 static int fault_unlink(const char *path) {
@@ -679,6 +694,104 @@ static void test_a_rank_that_cannot_read_leaves_all_as_they_were(void) {
   process_check(before);
 }
 
+/* As a network's file system does that sends the request again. Whether the new checkpoint is in force can be read, or
+ * cannot: then its files stay. */
+static void test_a_rename_that_is_done_and_fails_loses_nothing(void) {
+  process_t before = process_now();
+  for (int blinded = 0; blinded < 2; blinded++) {
+    dir_make(dir);
+    node_t n = node_open(&(node_shape_t){ 0 }, NULL);
+    node_fill(&n, 100);
+    CHECK_OK(node_save(&n));
+    node_fill(&n, 200);
+    lies = true;
+    blinds = blinded;
+    gemini_status_t status = node_save(&n);
+    lies = blind = false;
+    CHECK_EQ(status, blinded ? GEMINI_ERR_IO : GEMINI_OK);
+    if (blinded) CHECK_SAYS(world_error().message, "could not rename");
+    run_well((node_shape_t){ 0 }, load_fn, 200);
+    CHECK_OK(node_save(&n));
+    CHECK_EQ(files_in_dir(), 4);
+    node_close(&n);
+    clear_dir();
+  }
+  process_check(before);
+}
+
+/* The index of one process is replaced between a reader's look for a root and its reading of the part. */
+static void test_an_index_replaced_while_it_is_read_is_refused(void) {
+  process_t before = process_now();
+  char index[400], first[400];
+  dir_make(dir);
+  node_t n = node_open(&(node_shape_t){ .kept = true }, NULL);
+  node_fill(&n, 40);
+  CHECK_OK(gemini_checkpoint(n.w.mgr));
+  find_file("run.index", index);
+  snprintf(first, sizeof first, "%s/first", dir);
+  CHECK_EQ(rename(index, first), 0);
+  node_fill(&n, 80);
+  CHECK_OK(gemini_checkpoint(n.w.mgr)); /* whose blocks lie beside the first one's */
+  node_close(&n);
+  index_opens = 0;
+  snprintf(second, sizeof second, "%s/second", dir);
+  CHECK_EQ(rename(index, second), 0);
+  CHECK_EQ(rename(first, index), 0);
+  n = node_open(&(node_shape_t){ 0 }, NULL);
+  CHECK_STATUS(node_load(&n), GEMINI_ERR_FORMAT);
+  CHECK_SAYS(world_error().message, "replaced while it was read");
+  CHECK_EQ(*second, 0);
+  CHECK_OK(node_load(&n));
+  CHECK(node_holds(&n, 80));
+  node_close(&n);
+  clear_dir();
+  process_check(before);
+}
+
+/* Names: the longest one has room for the ends of all files; those of parts are no other checkpoint's. */
+static void test_names_at_their_limits(void) {
+  process_t before = process_now();
+  static const char *const taken[] = { "run.1-2.3", "run.18446744073709551615-0.0", ".1-2.3" };
+  static const char *const free_names[] = { "run.1-2", "run.1-2.3.", "run.1-2.x", "1-2.3", "run.-1.2" };
+  char name[202];
+  dir_make(dir);
+  node_t n = node_open(&(node_shape_t){ 0 }, NULL);
+  node_fill(&n, 7);
+  memset(name, 'n', sizeof name);
+  name[161] = 0;
+  CHECK_STATUS(gemini_group_checkpoint(n.w.mgr, 0, dir, name), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "1 to 160 bytes");
+  name[160] = 0;
+  CHECK_OK(gemini_group_checkpoint(n.w.mgr, 0, dir, name));
+  CHECK_OK(gemini_group_checkpoint(n.w.mgr, 0, dir, name));
+  node_close(&n);
+  n = node_open(&(node_shape_t){ 0 }, NULL);
+  CHECK_OK(gemini_group_resume(n.w.mgr, 0, dir, name));
+  CHECK(node_holds(&n, 7));
+  node_close(&n);
+  gemini_config_t c = world_config(64, 128, 200);
+  c.file_dir = dir;
+  name[160] = 'n';
+  name[200] = 0; /* of one process, which has shorter ends; ranks can read it */
+  c.checkpoint_name = name;
+  world_t w = world_open(c);
+  CHECK_STATUS(gemini_group_resume(w.mgr, 0, dir, name), GEMINI_ERR_NOT_FOUND);
+  world_close(&w);
+  for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
+    gemini_manager_t mgr = 0;
+    c.checkpoint_name = taken[i];
+    CHECK_STATUS(gemini_manager_open(&c, &mgr), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, taken[i]);
+  }
+  for (size_t i = 0; i < sizeof free_names / sizeof *free_names; i++) {
+    c.checkpoint_name = free_names[i];
+    w = world_open(c);
+    world_close(&w);
+  }
+  clear_dir();
+  process_check(before);
+}
+
 /* ---- a rank that is killed: there is one of the two checkpoints, whole */
 typedef struct {
   _Atomic uint64_t calls;
@@ -779,6 +892,9 @@ int main(void) {
   RUN(test_other_layouts_and_damaged_files_are_refused);
   RUN(test_a_rank_that_fails_or_differs_fails_all_in_its_words);
   RUN(test_a_rank_that_cannot_read_leaves_all_as_they_were);
+  RUN(test_a_rename_that_is_done_and_fails_loses_nothing);
+  RUN(test_an_index_replaced_while_it_is_read_is_refused);
+  RUN(test_names_at_their_limits);
   RUN(test_a_rank_killed_anywhere_leaves_one_checkpoint);
   return check_done();
 }
