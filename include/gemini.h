@@ -291,7 +291,9 @@ typedef struct gemini_config {
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
   uint32_t reserved;            /* 0 */
   const char *checkpoint_name;  /* name under which the files are kept, for gemini_checkpoint(); needs
-                                   chunk_bytes; borrowed. NULL: the files vanish with the process */
+                                   chunk_bytes; 1 to 200 bytes without '/', and no end like .1-2.3 (numbers): such
+                                   names are gemini_group_checkpoint()'s; borrowed. NULL: the files vanish with the
+                                   process */
   uint64_t watchdog_ns; /* a call that waits for longer (for queued work, transfers, workers, the system or another
                            call) is logged as a warning that says for what; again at twice that time, and so on.
                            Needs log_fn; 0: no watchdog */

@@ -20,6 +20,7 @@
 #include "chunk/files.h"
 #include "chunk/graph.h"
 #include "chunk/group.h"
+#include "chunk/group_files.h"
 #include "chunk/hook.h"
 #include "chunk/host.h"
 #include "chunk/nonmodel.h"
@@ -73,6 +74,11 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->checkpoint_name && (!*c->checkpoint_name || !c->file_bytes || !c->chunk_bytes))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "checkpoint_name is \"%.60s\": it must not be empty, and needs %s",
                     c->checkpoint_name, c->file_bytes ? "chunk_bytes" : "a file tier");
+  if (c->checkpoint_name && gmi_part_has_name(c->checkpoint_name))
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "checkpoint_name is \"%.60s\": names that end like .1-2.3, numbers, are those of "
+                    "gemini_group_checkpoint()",
+                    c->checkpoint_name);
   gemini_status_t status = gmi_log_environment(c);
   if (status) return status;
   if (c->watchdog_ns && (!c->log_fn || c->log_level == GEMINI_LOG_ERROR))

@@ -85,6 +85,17 @@ void gmi_part_name(const char *name, const gmi_part_id_t *id, bool rank, char na
     snprintf(name_out + length, GMI_PART_NAME_BYTES - (size_t)length, "%u", id->rank);
 }
 
+bool gmi_part_has_name(const char *name) {
+  uint64_t number;
+  for (const char *dot = strchr(name, '.'); dot; dot = strchr(dot + 1, '.')) {
+    const char *at = dot + 1;
+    if (gmi_number_at(&at, '-', UINT64_MAX, &number) && gmi_number_at(&at, '.', UINT64_MAX, &number) &&
+        gmi_number_at(&at, 0, UINT64_MAX, &number))
+      return true;
+  }
+  return false;
+}
+
 gemini_status_t gmi_part_describe(gmi_manager_t *m, const gmi_part_id_t *id, char **text_out, size_t *size_out) {
   char *text = NULL;
   size_t size = 0;
