@@ -190,6 +190,21 @@ static gmi_chunk_t *next_chunk(gmi_manager_t *m, cursor_t *at, gmi_arena_t **are
   return NULL;
 }
 
+/* Do parts have all bytes of all arenas? bytes: added up from them. */
+static void add_bytes(const gmi_part_t *p, uint64_t bytes[GMI_ARENAS]) {
+  for (uint32_t i = 0; i < p->span_count; i++)
+    bytes[p->arena_of[p->spans[i].arena]] += p->spans[i].size * p->spans[i].count;
+}
+static gemini_status_t check_whole(const session_t *k, const uint64_t bytes[GMI_ARENAS]) {
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(k->m, i);
+    if (a && gmi_arena_is_saved(a) && bytes[i] != atomic_load(&a->size))
+      return gmi_fail(GEMINI_ERR_FORMAT, 0, "checkpoint %s has %llu bytes of arena %s, which has %llu", k->name,
+                      (unsigned long long)bytes[i], a->name, (unsigned long long)atomic_load(&a->size));
+  }
+  return GEMINI_OK;
+}
+
 /* ---- checkpoint */
 typedef struct {
   session_t *session;
@@ -356,6 +371,7 @@ static gemini_status_t finish_part(writer_t *w, uint32_t *sum_out) {
 static gemini_status_t commit(const session_t *k, bool *in_force_out) {
   gmi_root_t root = { .of_group = true, .parts = k->id.ranks, .number = k->id.number, .token = k->id.token };
   gmi_part_t *part = malloc(sizeof *part);
+  uint64_t bytes[GMI_ARENAS] = { 0 };
   root.sums = calloc(k->id.ranks, sizeof *root.sums);
   gemini_status_t status = part && root.sums ? GEMINI_OK : no_memory();
   for (uint32_t r = 0; !status && r < k->id.ranks; r++) root.sums[r] = (uint32_t)k->reports[r].values[0];
@@ -365,8 +381,11 @@ static gemini_status_t commit(const session_t *k, bool *in_force_out) {
       gmi_fail_prefix("rank 0 does not find what rank %u has written (ranks of several machines need directories that "
                       "all of them share): ",
                       r);
-    else gmi_part_close(part);
+    if (status) break;
+    add_bytes(part, bytes);
+    gmi_part_close(part);
   }
+  if (!status) status = check_whole(k, bytes);
   if (!status) status = gmi_root_write(k->m, k->directories, k->name, &root, in_force_out);
   gmi_root_free(&root);
   free(part);
@@ -486,38 +505,20 @@ static gemini_status_t check_untouched(const session_t *k) {
   return GEMINI_OK;
 }
 
-/* Do the parts have all bytes of all arenas? */
-static gemini_status_t check_whole(const reader_t *r) {
-  gmi_manager_t *m = r->session->m;
-  uint64_t *bytes = calloc(GMI_ARENAS, sizeof *bytes);
-  gemini_status_t status = bytes ? GEMINI_OK : no_memory();
-  for (uint32_t n = 0; !status && n < r->root.parts; n++)
-    for (uint32_t i = 0; i < r->parts[n].span_count; i++) {
-      const gmi_span_t *s = &r->parts[n].spans[i];
-      bytes[r->parts[n].arena_of[s->arena]] += s->size * s->count;
-    }
-  for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
-    const gmi_arena_t *a = gmi_arena_at(m, i);
-    if (a && gmi_arena_is_saved(a) && bytes[i] != atomic_load(&a->size))
-      status =
-          gmi_fail(GEMINI_ERR_FORMAT, 0, "checkpoint %s has %llu bytes of arena %s, which has %llu", r->session->name,
-                   (unsigned long long)bytes[i], a->name, (unsigned long long)atomic_load(&a->size));
-  }
-  free(bytes);
-  return status;
-}
-
 static gemini_status_t open_parts(reader_t *r) {
   const session_t *k = r->session;
+  uint64_t bytes[GMI_ARENAS] = { 0 };
   gemini_status_t status = gmi_root_read(k->m, k->directories, k->name, &r->root);
   if (status) return status;
   r->parts = calloc(r->root.parts, sizeof *r->parts);
   if (!r->parts) return no_memory();
   for (uint32_t n = 0; !status && n < r->root.parts; n++) {
     status = gmi_part_open(k->m, k->directories, k->name, &r->root, n, &r->parts[n]);
-    if (!status && r->parts[n].held_bytes > r->buffer_bytes) r->buffer_bytes = r->parts[n].held_bytes;
+    if (status) break;
+    if (r->parts[n].held_bytes > r->buffer_bytes) r->buffer_bytes = r->parts[n].held_bytes;
+    add_bytes(&r->parts[n], bytes);
   }
-  if (!status) status = check_whole(r);
+  if (!status) status = check_whole(k, bytes);
   if (status) return status;
   r->buffer = malloc(r->buffer_bytes + 1);
   return r->buffer ? GEMINI_OK : no_memory();
@@ -590,6 +591,7 @@ static gemini_status_t read_round(void *user, uint64_t until_ns, bool *done) {
       status = take_block(r);
       r->entry++;
     } else {
+      gmi_saved_rest(&r->parts[r->part].files);
       r->part++;
       r->entry = 0;
     }

@@ -212,6 +212,8 @@ gemini_status_t gmi_saved_read(gmi_saved_t *s, uint32_t entry, void *buffer, uin
                   s->fd_path, (unsigned long long)begin, sum, e->checksum);
 }
 
+void gmi_saved_rest(gmi_saved_t *s) { close_file(s); }
+
 void gmi_saved_close(gmi_saved_t *s) {
   if (!s->sys) return;
   close_file(s);

@@ -25,6 +25,7 @@ typedef struct gmi_saved {
 gemini_status_t gmi_saved_open(const gmi_sys_t *sys, const char *directories, const char *name, gmi_saved_t *saved_out);
 /* Reads the first size_bytes bytes of the block of an entry, as many as were written, and compares its checksum. */
 gemini_status_t gmi_saved_read(gmi_saved_t *saved, uint32_t entry, void *buffer, uint64_t size_bytes);
+void gmi_saved_rest(gmi_saved_t *saved); /* closes what the last call has left open; a later read opens it again */
 void gmi_saved_close(gmi_saved_t *saved); /* of all zeros: does nothing */
 
 /* Returns the path of a file: "<directory n>/<name><end>"; NULL: there is no memory, or no such directory. The caller
