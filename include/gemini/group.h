@@ -268,25 +268,34 @@ GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_
  *  ranks of the group call it, at the same point of their programs. Each writes its slices; of an arena that is not
  *  sharded, each writes a part, and ranks must hold the same bytes. When all have, rank 0 makes it the checkpoint of
  *  this name by one rename: whatever is killed at whatever time, there is the previous checkpoint or this one, whole.
- *  Then the files of the previous one are removed; the disks need room for both until then. Everything is written each
- *  time, zeros excepted. It needs no file tier, and no checkpoint_name.
+ *  Then the files of the previous one are removed; the disks need room for both until then. What an attempt that was
+ *  killed has written is removed then too, or by the checkpoint after. Everything is written each time, zeros excepted.
+ *  It needs no file tier, and no checkpoint_name.
+ *  Gradients in an arena of their own (GEMINI_KIND_GRAD) that is not sharded are saved as they are, also after an
+ *  update. Ranks that shard that arena cannot add to them, and gemini_group_resume() refuses them there, not this call:
+ *  to go on with such ranks, zero the arena (gemini_zero()) before the checkpoint.
+ *  Two processes must not make checkpoints of one name at the same time: NAME.lock keeps them from it, but on a file
+ *  system without locks, or whose locks do not reach other machines, the one that ends later fails with
+ *  GEMINI_ERR_BUSY, and if both end within the same moment, one of the checkpoints is lost, with status OK. Where the
+ *  system says that it has no locks, each call logs a warning.
  *  @param group  over which all sharded arenas of the manager are; NULL: none is sharded, and this process is all ranks
  *  @param directories  one or several, separated by ':', as file_dir of gemini_config_t. Ranks of several machines need
  *           directories that all of them share. Borrowed until return
  *  @param name   1 to 160 bytes without '/', the same on all ranks. Files are NAME.ranks, NAME.lock and, of each rank,
  *           NAME.NUMBER-TOKEN.RANK.index and .chunks. Borrowed until return
  *  If it fails on one rank, it fails on all with that rank's status and words, "rank 2: ...", and the previous
- *  checkpoint stays. But for GEMINI_ERR_PEER, which says that a rank has ended or did not come: if that was rank 0, as
- *  the last of its steps, the new checkpoint may be there.
+ *  checkpoint stays. But for GEMINI_ERR_PEER, which says that a rank has ended or did not come: if that was in the last
+ *  steps, the new checkpoint may be there.
  *  @retval GEMINI_ERR_INVALID  a value is out of range; or a rank's arenas, tensors, name, chunk_bytes, or bytes of an
  *           arena that is not sharded, are others than those of rank 0: the message names the rank
  *  @retval GEMINI_ERR_STATE  gradients have been written that no update, or without reuse no norm or update, has taken
- *  @retval GEMINI_ERR_BUSY  a range is acquired for writing; or another process makes a checkpoint of this name
+ *  @retval GEMINI_ERR_BUSY  a range is acquired for writing; or another process makes a checkpoint of this name, or has
+ *           made one meanwhile
  *  @retval GEMINI_ERR_EXISTS  NAME.index is there, a checkpoint of one process (gemini_checkpoint())
  *  @retval GEMINI_ERR_UNSUPPORTED  an arena is sharded over another group
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  a file, which the message names, could not be written
  *           or read. IO also if the rename could not be made durable: then a loss of power may bring back the previous
- *           checkpoint
+ *           checkpoint. And if the rename failed, and NAME.ranks could not be read afterwards: then either is there
  *  @retval GEMINI_ERR_OOM_HOST  there is no room on the host for a chunk that has to pass through it
  *  Blocks. Other threads' calls that need the manager's lock wait. Ranks that write for different times do not run into
  *  the deadline, but one that needs longer for the sync at the end does. Since: 0.1 */
@@ -303,7 +312,9 @@ GEMINI_API gemini_status_t gemini_group_checkpoint(gemini_manager_t mgr, gemini_
  *  If it fails on one rank, it fails on all, and nothing has changed.
  *  @retval GEMINI_ERR_NOT_FOUND  there is no checkpoint
  *  @retval GEMINI_ERR_FORMAT  it is of other arenas or tensors, or a file is missing or damaged: the message names the
- *           file and what differs. Or NAME.ranks and NAME.index are both there
+ *           file and what differs. Or NAME.ranks and NAME.index are both there; or gemini_checkpoint() has replaced
+ *           the checkpoint while it was read: try again. Or it has gradients, not sums of ranks, of an arena that is
+ *           sharded here and keeps sums: they had to be zeroed before the checkpoint
  *  @retval GEMINI_ERR_STATE  an arena holds bytes, is acquired or pinned, or an update of it is pending
  *  @retval GEMINI_ERR_INVALID  a value is out of range, or a rank's arenas, name, chunk_bytes or checkpoint are others
  *  @retval GEMINI_ERR_UNSUPPORTED  an arena is sharded, and group is NULL

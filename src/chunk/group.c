@@ -149,6 +149,7 @@ static void group_free(gmi_group_t *g) {
   watch_stop(g);
   for (int i = 0; i < 3; i++)
     if (comms[i]->ops) comms[i]->ops->close(comms[i]->self);
+  free(g->reports);
   free(g);
 }
 
@@ -295,6 +296,8 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
   gmi_wait_begin(m, &wait, "gemini_group_open", GMI_WAIT_RANKS, c.rank);
   status = join(m, &c, g);
   gmi_wait_end(m, &wait);
+  if (!status && !(g->reports = calloc(g->gather.ranks, sizeof *g->reports)))
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the reports of %u ranks", g->gather.ranks);
   if (m->device.ops->stream.distrust) atomic_store(&g->tells, m);
   if (!status) status = watch_start(g);
   gmi_lock(m, "gemini_group_open");

@@ -14,6 +14,15 @@ typedef struct gmi_group_link {
   uint64_t agreed_ns;   /* the longest of all ranks' shortest times when they agreed last; 0: not yet */
 } gmi_group_link_t;
 
+/* What a rank says where ranks meet in a call (chunk/group_checkpoint.c). */
+typedef struct gmi_report {
+  int64_t native_code;
+  int32_t status;
+  uint32_t done; /* has nothing left to write, or to read */
+  uint64_t values[3];
+  char message[440];
+} gmi_report_t;
+
 /* Gathers and sums have a communicator and a stream each: a communicator carries out its calls in the order of the
  * calls, and a sum must not wait for the gathers that were queued before it. Exchanges have a third one where they must
  * not run beside a collective of the same communicator, as over NCCL; over shared memory they may. */
@@ -38,6 +47,7 @@ typedef struct gmi_group {
   struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
     uint64_t gathered, reduced, fetched;
   } planned;
+  gmi_report_t *reports; /* one for each rank, so that no rank lacks memory for telling others; owned */
 } gmi_group_t;
 
 gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */

@@ -6,8 +6,8 @@
  *
  * Checkpoint: (1) all check what they have and agree on the name of the parts; (2) each writes its part, a store with a
  * commit of its own (io/commit.c), which is durable before (3) the ranks meet; (4) rank 0 reads all indexes, replaces
- * the root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: rank 0 removes
- * those at the end of each checkpoint. Where it is not known whether the root names a part, it stays.
+ * the root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: (6) rank 0 removes
+ * those of the number that it has replaced, and before. Where it is not known whether the root names a part, it stays.
  *
  * Resume: (1) all read root and indexes, and compare what they see; (2) each reads the blocks that have bytes of its
  * own; (3) they meet, and only if all have succeeded do tensors get their states; otherwise all bytes that were read
@@ -36,21 +36,17 @@
 #define ROUND_NS UINT64_C(500000000) /* the longest that ranks work without meeting, but for one chunk or a sync */
 
 /* ---- meeting */
-typedef struct {
-  int64_t native_code;
-  int32_t status;
-  uint32_t done; /* has nothing left to write, or to read */
-  uint64_t values[3];
-  char message[440];
-} report_t;
+typedef gmi_report_t report_t;
 
 typedef struct {
   gmi_manager_t *m;
   gmi_group_t *group; /* NULL: this process alone */
   const char *directories, *name, *call;
   gmi_part_id_t id;
-  report_t *reports; /* of all ranks, from the last meeting */
-  bool parted;       /* a meeting failed: what other ranks do is not known */
+  gmi_part_id_t before; /* rank 0: of the checkpoint that is to be replaced; number 0: there is none */
+  report_t *reports;    /* of all ranks, from the last meeting: the group's, or the one below */
+  report_t alone;
+  bool parted; /* a meeting failed: what other ranks do is not known */
 } session_t;
 
 static gemini_status_t no_memory(void) { return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint"); }
@@ -119,8 +115,8 @@ static gemini_status_t session_open(gmi_manager_t *m, gemini_group_t group, cons
   *k = (session_t){ .m = m, .directories = directories, .name = name, .call = call, .id = { .ranks = 1 } };
   if (group && !(k->group = gmi_group_get(m, group))) return GEMINI_ERR_HANDLE;
   if (k->group) k->id = (gmi_part_id_t){ .rank = k->group->gather.rank, .ranks = k->group->gather.ranks };
-  k->reports = calloc(k->id.ranks, sizeof *k->reports);
-  return k->reports ? GEMINI_OK : no_memory();
+  k->reports = k->group ? k->group->reports : &k->alone;
+  return GEMINI_OK;
 }
 
 /* most: bytes of name. Ends of files take up to 53 bytes of the 255 that systems have for a name. */
@@ -311,7 +307,7 @@ static gemini_status_t open_store(writer_t *w) {
   for (gmi_chunk_t *c; (c = next_chunk(m, &at, &a));) count += writes(k, a, c) && !gmi_chunk_has(c, GMI_VALID_ZERO);
   w->kept = calloc((size_t)count + 1, sizeof *w->kept);
   if (!w->kept) return no_memory();
-  gmi_part_name(k->name, &k->id, true, name);
+  gmi_part_name(k->name, &k->id, name);
   const gmi_store_config_t config = { .directories = k->directories,
                                       .block_bytes = gmi_chunk_bytes(m),
                                       .block_count = count,
@@ -348,7 +344,7 @@ static gemini_status_t finish_part(writer_t *w, uint32_t *sum_out) {
   gmi_manager_t *m = k->m;
   char name[GMI_PART_NAME_BYTES], *text = NULL;
   size_t size;
-  gmi_part_name(k->name, &k->id, true, name);
+  gmi_part_name(k->name, &k->id, name);
   gemini_status_t status = gmi_part_describe(m, &k->id, &text, &size);
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_COMMIT, 0);
@@ -364,6 +360,32 @@ static gemini_status_t finish_part(writer_t *w, uint32_t *sum_out) {
   *sum_out = index.checksum;
   gmi_index_free(&index);
   free(path);
+  return status;
+}
+
+/* Rank 0: looks for a checkpoint of this name. number 0: there is none. */
+static gemini_status_t look(const session_t *k, gmi_part_id_t *found_out) {
+  gmi_root_t root = { 0 };
+  gemini_status_t status = gmi_root_read(k->m, k->directories, k->name, &root);
+  if (status == GEMINI_ERR_NOT_FOUND) status = GEMINI_OK;
+  else if (!status && !root.of_group)
+    status = gmi_fail(GEMINI_ERR_EXISTS, 0,
+                      "%s.index in %s is the checkpoint of one process (gemini_checkpoint()), which this one would not "
+                      "replace: choose another name",
+                      k->name, k->directories);
+  *found_out = (gmi_part_id_t){ .number = root.number, .token = root.token };
+  gmi_root_free(&root);
+  return status;
+}
+
+/* Where there are no locks: the parts that a root names which has come meanwhile must not be removed. */
+static gemini_status_t check_still(const session_t *k) {
+  gmi_part_id_t now;
+  gemini_status_t status = look(k, &now);
+  if (!status && (now.number != k->before.number || now.token != k->before.token))
+    status = gmi_fail(GEMINI_ERR_BUSY, 0,
+                      "another process has made checkpoint %llu of the name %s meanwhile, which this one would replace",
+                      (unsigned long long)now.number, k->name);
   return status;
 }
 
@@ -386,6 +408,7 @@ static gemini_status_t commit(const session_t *k, bool *in_force_out) {
     gmi_part_close(part);
   }
   if (!status) status = check_whole(k, bytes);
+  if (!status) status = check_still(k);
   if (!status) status = gmi_root_write(k->m, k->directories, k->name, &root, in_force_out);
   gmi_root_free(&root);
   free(part);
@@ -394,20 +417,25 @@ static gemini_status_t commit(const session_t *k, bool *in_force_out) {
 
 /* Rank 0: finds the number of the new checkpoint. */
 static gemini_status_t begin(session_t *k, int *lock_out) {
-  gmi_root_t root = { 0 };
-  gemini_status_t status = gmi_saved_lock(gmi_files_sys_of(k->m), k->directories, k->name, lock_out);
+  int error;
+  gemini_status_t status = gmi_saved_lock(gmi_files_sys_of(k->m), k->directories, k->name, lock_out, &error);
   if (status) return status;
-  status = gmi_root_read(k->m, k->directories, k->name, &root);
-  if (status == GEMINI_ERR_NOT_FOUND) status = GEMINI_OK;
-  else if (!status && !root.of_group)
-    status = gmi_fail(GEMINI_ERR_EXISTS, 0,
-                      "%s.index in %s is the checkpoint of one process (gemini_checkpoint()), which this one would not "
-                      "replace: choose another name",
-                      k->name, k->directories);
-  k->id.number = root.number + 1;
+  if (error)
+    gmi_log(k->m, GEMINI_LOG_WARNING,
+            "checkpoint %.100s: its directory has no locks (%s): no other process may make one of this name now",
+            k->name, strerror(error));
+  status = look(k, &k->before);
+  k->id.number = k->before.number + 1;
   k->id.token = (gmi_now_ns() ^ (uint64_t)getpid() << 20) & UINT32_MAX;
-  gmi_root_free(&root);
   return status;
+}
+
+/* Rank 0 removes the parts of checkpoints from before. Those of a number that it has not seen may be another process's,
+ * where there are no locks: they go with the next checkpoint. */
+static gemini_status_t sweep_round(void *user, uint64_t until_ns, bool *done) {
+  const session_t *k = user;
+  *done = k->id.rank || gmi_saved_sweep(gmi_files_sys_of(k->m), k->directories, k->name, k->before.number, until_ns);
+  return GEMINI_OK;
 }
 
 static gemini_status_t write_all(session_t *k, writer_t *w, bool *in_force_out, bool *written_out) {
@@ -431,7 +459,7 @@ static gemini_status_t write_all(session_t *k, writer_t *w, bool *in_force_out, 
   if (!k->id.rank) status = commit(k, in_force_out);
   status = meet(k, status, (report_t){ .values = { *in_force_out } }, "commit");
   if (!k->parted) *in_force_out = k->reports[0].values[0];
-  return status;
+  return status ? status : meet_in_rounds(k, sweep_round, k, "removing the checkpoint before");
 }
 
 static gemini_status_t checkpoint(gmi_manager_t *m, gemini_group_t group, const char *directories, const char *name) {
@@ -460,12 +488,9 @@ static gemini_status_t checkpoint(gmi_manager_t *m, gemini_group_t group, const 
     free(w->kept);
     free(w);
   }
-  gmi_part_name(name ? name : "", &k.id, true, part);
+  gmi_part_name(name ? name : "", &k.id, part);
   if (written && status && !in_force && !k.parted) gmi_saved_remove(sys, directories, part);
-  gmi_part_name(name ? name : "", &k.id, false, part);
-  if (!status && !k.id.rank) gmi_saved_sweep(sys, directories, name, part);
   gmi_saved_unlock(sys, lock);
-  free(k.reports);
   return gmi_fail_again(&first);
 }
 gemini_status_t gemini_group_checkpoint(gemini_manager_t mgr, gemini_group_t group, const char *directories,
@@ -648,7 +673,6 @@ static gemini_status_t resume(gmi_manager_t *m, gemini_group_t group, const char
   gmi_root_free(&r.root);
   free(r.parts);
   free(r.buffer);
-  free(k.reports);
   return gmi_fail_again(&first);
 }
 gemini_status_t gemini_group_resume(gemini_manager_t mgr, gemini_group_t group, const char *directories,

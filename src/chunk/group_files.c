@@ -79,10 +79,8 @@ bool gmi_saved_own(gmi_manager_t *m, gmi_arena_t *a, uint64_t from, uint64_t end
 }
 
 /* ---- parts: writing */
-void gmi_part_name(const char *name, const gmi_part_id_t *id, bool rank, char name_out[GMI_PART_NAME_BYTES]) {
-  int length = snprintf(name_out, GMI_PART_NAME_BYTES, "%s.%" PRIu64 "-%" PRIu64 ".", name, id->number, id->token);
-  if (rank && length > 0 && length < GMI_PART_NAME_BYTES)
-    snprintf(name_out + length, GMI_PART_NAME_BYTES - (size_t)length, "%u", id->rank);
+void gmi_part_name(const char *name, const gmi_part_id_t *id, char name_out[GMI_PART_NAME_BYTES]) {
+  snprintf(name_out, GMI_PART_NAME_BYTES, "%s.%" PRIu64 "-%" PRIu64 ".%u", name, id->number, id->token, id->rank);
 }
 
 bool gmi_part_has_name(const char *name) {
@@ -248,8 +246,7 @@ gemini_status_t gmi_part_open(gmi_manager_t *m, const char *directories, const c
   char part_name[GMI_PART_NAME_BYTES];
   gmi_part_t *p = part_out;
   *p = (gmi_part_t){ .of_group = root->of_group };
-  if (root->of_group)
-    gmi_part_name(name, &(gmi_part_id_t){ rank, root->parts, root->number, root->token }, true, part_name);
+  if (root->of_group) gmi_part_name(name, &(gmi_part_id_t){ rank, root->parts, root->number, root->token }, part_name);
   gemini_status_t status =
       gmi_saved_open(gmi_files_sys_of(m), directories, root->of_group ? part_name : name, &p->files);
   if (status == GEMINI_ERR_NOT_FOUND) { /* which would mean that there is no checkpoint */

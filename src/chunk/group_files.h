@@ -41,8 +41,8 @@ typedef struct gmi_part_id {
   uint32_t rank, ranks;
   uint64_t number, token; /* counted from 1; of an attempt */
 } gmi_part_id_t;
-/* "<name>.<number>-<token>." and, with a rank, "<rank>" behind it. */
-void gmi_part_name(const char *name, const gmi_part_id_t *id, bool rank, char name_out[GMI_PART_NAME_BYTES]);
+/* "<name>.<number>-<token>.<rank>" */
+void gmi_part_name(const char *name, const gmi_part_id_t *id, char name_out[GMI_PART_NAME_BYTES]);
 bool gmi_part_has_name(const char *name); /* some rank's part could have it; files of old parts are removed by name */
 /* The text of this rank's part. The caller frees it. */
 gemini_status_t gmi_part_describe(gmi_manager_t *m, const gmi_part_id_t *id, char **text_out, size_t *size_out);

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/file.h>
 
+#include "base/clock.h"
 #include "base/file_limit.h"
 #include "base/fork.h"
 #include "base/names.h"
@@ -41,49 +42,57 @@ char *gmi_saved_path(const char *directories, uint32_t n, const char *name, cons
   return path;
 }
 
-static void remove_file(const gmi_sys_t *sys, const char *directories, uint32_t n, const char *name, const char *end) {
+/* A file that cannot be removed only takes space. */
+static bool remove_file(const gmi_sys_t *sys, const char *directories, uint32_t n, const char *name, const char *end) {
   char *path = gmi_saved_path(directories, n, name, end);
-  if (path) (void)sys->unlink(path); /* a file that cannot be removed only takes space */
+  const bool removed = path && !sys->unlink(path);
   free(path);
+  return removed;
 }
 void gmi_saved_remove(const gmi_sys_t *sys, const char *directories, const char *name) {
   size_t length;
-  remove_file(sys, directories, 0, name, ".index"); /* first: without it the blocks mean nothing */
-  remove_file(sys, directories, 0, name, ".index.new");
+  (void)remove_file(sys, directories, 0, name, ".index"); /* first: without it the blocks mean nothing */
+  (void)remove_file(sys, directories, 0, name, ".index.new");
   for (uint32_t f = 0; directory_at(directories, f, &length); f++) {
     char end[32];
     snprintf(end, sizeof end, ".%u.chunks", f);
-    remove_file(sys, directories, f, name, end);
+    (void)remove_file(sys, directories, f, name, end);
   }
 }
 
-/* Is a file's name one of a part "<name>.<number>-<number>.<number>"? */
-static bool is_part(const char *file, const char *name) {
+/* Is a file's name one of a part "<name>.<number>-<number>.<number>", the first number at most `most`? */
+static bool is_part(const char *file, const char *name, uint64_t most) {
   const size_t length = strlen(name);
   uint64_t number;
   if (strncmp(file, name, length) != 0 || file[length] != '.') return false;
   file += length + 1;
-  if (!gmi_number_at(&file, '-', UINT64_MAX, &number) || !gmi_number_at(&file, '.', UINT64_MAX, &number) ||
+  if (!gmi_number_at(&file, '-', most, &number) || !gmi_number_at(&file, '.', UINT64_MAX, &number) ||
       !gmi_number_at(&file, '.', UINT64_MAX, &number))
     return false;
   return !strcmp(file, "index") || !strcmp(file, "index.new") ||
          (gmi_number_at(&file, '.', UINT64_MAX, &number) && !strcmp(file, "chunks"));
 }
-void gmi_saved_sweep(const gmi_sys_t *sys, const char *directories, const char *name, const char *keep) {
+bool gmi_saved_sweep(const gmi_sys_t *sys, const char *directories, const char *name, uint64_t most,
+                     uint64_t until_ns) {
   size_t length;
-  for (uint32_t f = 0; directory_at(directories, f, &length); f++) {
+  bool removed = false, all = true;
+  for (uint32_t f = 0; all && directory_at(directories, f, &length); f++) {
     char *path = gmi_saved_path(directories, f, "", "");
     DIR *directory = path ? opendir(path) : NULL;
-    for (struct dirent *e; directory && (e = readdir(directory));)
-      if (is_part(e->d_name, name) && !(keep && !strncmp(e->d_name, keep, strlen(keep))))
-        remove_file(sys, directories, f, e->d_name, "");
+    for (struct dirent *e; all && directory && (e = readdir(directory));) {
+      if (!is_part(e->d_name, name, most)) continue;
+      removed |= remove_file(sys, directories, f, e->d_name, "");
+      all = gmi_now_ns() < until_ns;
+    }
     if (directory) closedir(directory);
     free(path);
   }
+  return all || !removed;
 }
 
 /* ---- the lock of writers */
-gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, const char *name, int *fd_out) {
+gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, const char *name, int *fd_out,
+                               int *error_out) {
   char *path = gmi_saved_path(directories, 0, name, ".lock");
   struct stat info;
   if (!path) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the name of a file");
@@ -94,6 +103,7 @@ gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, co
   gmi_fork_close(fd); /* a child's copy would hold the lock */
   gmi_fork_let();
   gemini_status_t status = GEMINI_OK;
+  *error_out = 0;
   if (fd < 0) {
     status = gmi_fail(gmi_file_status(errno), errno, "checkpoint: could not open %s: %s", path, strerror(errno));
   } else {
@@ -103,6 +113,7 @@ gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, co
     if (result && errno == EWOULDBLOCK)
       status = gmi_fail(GEMINI_ERR_BUSY, errno, "checkpoint: another process makes one of this name: it has locked %s",
                         path);
+    else if (result) *error_out = errno;
   }
   free(path);
   if (status) gmi_saved_unlock(sys, fd);

@@ -25,7 +25,7 @@ typedef struct gmi_saved {
 gemini_status_t gmi_saved_open(const gmi_sys_t *sys, const char *directories, const char *name, gmi_saved_t *saved_out);
 /* Reads the first size_bytes bytes of the block of an entry, as many as were written, and compares its checksum. */
 gemini_status_t gmi_saved_read(gmi_saved_t *saved, uint32_t entry, void *buffer, uint64_t size_bytes);
-void gmi_saved_rest(gmi_saved_t *saved); /* closes what the last call has left open; a later read opens it again */
+void gmi_saved_rest(gmi_saved_t *saved);  /* closes what the last call has left open; a later read opens it again */
 void gmi_saved_close(gmi_saved_t *saved); /* of all zeros: does nothing */
 
 /* Returns the path of a file: "<directory n>/<name><end>"; NULL: there is no memory, or no such directory. The caller
@@ -33,13 +33,14 @@ void gmi_saved_close(gmi_saved_t *saved); /* of all zeros: does nothing */
 char *gmi_saved_path(const char *directories, uint32_t n, const char *name, const char *end);
 /* Removes the files of the checkpoint `name`, as far as they exist. */
 void gmi_saved_remove(const gmi_sys_t *sys, const char *directories, const char *name);
-/* Removes the files of all checkpoints that are named `<name>.<number>-<number>.<number>`, unless their name begins
- * with keep, which may be NULL. */
-void gmi_saved_sweep(const gmi_sys_t *sys, const char *directories, const char *name, const char *keep);
+/* Removes files of the checkpoints that are named `<name>.<number>-<number>.<number>`, whose first number is at most
+ * `most`, until gmi_now_ns() is until_ns. True: there are no more, or none that it can remove. */
+bool gmi_saved_sweep(const gmi_sys_t *sys, const char *directories, const char *name, uint64_t most, uint64_t until_ns);
 
 /* Locks "<name>.lock" in the first directory, which is made if there is none, and stays. BUSY: another process has it.
- * A file system without locks is taken for one on which nobody else has it. */
-gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, const char *name, int *fd_out);
+ * A file system without locks is taken for one on which nobody else has it; *error_out: why it has none, or 0. */
+gemini_status_t gmi_saved_lock(const gmi_sys_t *sys, const char *directories, const char *name, int *fd_out,
+                               int *error_out);
 void gmi_saved_unlock(const gmi_sys_t *sys, int fd); /* -1: does nothing */
 
 #endif

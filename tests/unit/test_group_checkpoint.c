@@ -31,6 +31,7 @@ static bool lies, blinds; /* renaming to a root succeeds, and says that it faile
 static bool blind;
 static char second[400]; /* not "": takes the place of "run.index" when that is opened for the second time */
 static int index_opens;
+static char other_root[400]; /* not "": becomes "run.ranks" when a part's index takes its place */
 
 static void call(void) {
   if (atomic_fetch_add(&calls, 1) + 1 == die_at) raise(SIGKILL);
@@ -72,6 +73,12 @@ static int fault_rename(const char *from, const char *to) {
   if (failing("rename")) return -1;
   int result = gmi_sys_real.rename(from, to);
   call();
+  if (*other_root && strstr(to, ".index")) {
+    char root[400];
+    snprintf(root, sizeof root, "%s/run.ranks", dir);
+    CHECK_EQ(rename(other_root, root), 0);
+    *other_root = 0;
+  }
   if (lies && strstr(to, "run.ranks")) {
     blind = blinds;
     errno = ENOENT;
@@ -84,6 +91,11 @@ static int fault_unlink(const char *path) {
   int result = gmi_sys_real.unlink(path);
   call();
   return result;
+}
+static bool lockless; /* the file system has no locks */
+static int fault_flock(int fd, int operation) {
+  if (lockless) return errno = ENOLCK, -1;
+  return gmi_sys_real.flock(fd, operation);
 }
 static int fault_fallocate(int fd, int mode, off_t offset, off_t size) {
   return failing("fallocate") ? -1 : gmi_sys_real.fallocate(fd, mode, offset, size);
@@ -154,11 +166,20 @@ typedef struct {
 } node_t;
 static const uint64_t sizes[TENSORS] = { 3 * W + 1024, 512, 9 * W + 2048, 5 * W };
 
+static char warning[400]; /* the last one of locks */
+static void keep_warning(void *user, int32_t level, const char *text) {
+  (void)user;
+  (void)level;
+  if (strstr(text, "has no locks")) snprintf(warning, sizeof warning, "%s", text);
+}
+
 static node_t node_open(const node_shape_t *shape, const gemini_group_id_t *id) {
   node_t n = { .shape = *shape };
   gemini_config_t c =
       world_config(64, shape->host_chunks ? shape->host_chunks : 128, shape->kept ? 200 : shape->file_chunks);
   if (shape->chunk_bytes) c.chunk_bytes = shape->chunk_bytes;
+  c.log_fn = keep_warning;
+  c.log_level = GEMINI_LOG_WARNING;
   if (shape->kept) {
     c.file_dir = dir;
     c.checkpoint_name = "run";
@@ -748,6 +769,38 @@ static void test_an_index_replaced_while_it_is_read_is_refused(void) {
   process_check(before);
 }
 
+/* Where there are no locks, of two checkpoints that are made at the same time the first stays. */
+static void test_without_locks_the_first_of_two_checkpoints_stays(void) {
+  process_t before = process_now();
+  char root[400], other[400];
+  dir_make(dir);
+  node_t n = node_open(&(node_shape_t){ 0 }, NULL);
+  node_fill(&n, 100);
+  CHECK_OK(node_save(&n));
+  CHECK_EQ(*warning, 0);
+  snprintf(root, sizeof root, "%s/run.ranks", dir);
+  snprintf(other, sizeof other, "%s/other", dir);
+  CHECK_EQ(rename(root, other), 0);
+  node_fill(&n, 200);
+  lockless = true;
+  CHECK_OK(node_save(&n)); /* of number 1, too: it does not remove what it has not seen */
+  CHECK_SAYS(warning, "has no locks");
+  CHECK_EQ(files_in_dir(), 7);
+  node_fill(&n, 300);
+  strcpy(other_root, other);
+  CHECK_STATUS(node_save(&n), GEMINI_ERR_BUSY);
+  CHECK_SAYS(world_error().message, "another process has made checkpoint 1 of the name run");
+  CHECK_EQ(files_in_dir(), 6);
+  run_well((node_shape_t){ 0 }, load_fn, 100);
+  CHECK_OK(node_save(&n));
+  lockless = false;
+  CHECK_EQ(files_in_dir(), 4);
+  run_well((node_shape_t){ 0 }, load_fn, 300);
+  node_close(&n);
+  clear_dir();
+  process_check(before);
+}
+
 /* Names: the longest one has room for the ends of all files; those of parts are no other checkpoint's. */
 static void test_names_at_their_limits(void) {
   process_t before = process_now();
@@ -841,6 +894,7 @@ static bool killed_at(uint32_t ranks, uint64_t at) { /* true: the new checkpoint
   CHECK_OK(gemini_release(n.w.mgr, &all, 1, GEMINI_STREAM_CALLER));
   CHECK(node_holds(&n, is_new ? 200 : 100));
   node_fill(&n, 300);
+  CHECK_OK(node_save(&n)); /* of the same number as the attempt, perhaps */
   CHECK_OK(node_save(&n));
   CHECK(files_in_dir() == 4); /* nothing of other attempts is left */
   node_close(&n);
@@ -880,6 +934,7 @@ int main(void) {
   fault_sys.fdatasync = fault_fdatasync;
   fault_sys.fsync = fault_fsync;
   fault_sys.rename = fault_rename;
+  fault_sys.flock = fault_flock;
   fault_sys.unlink = fault_unlink;
   fault_sys.fallocate = fault_fallocate;
   fault_sys.pread = fault_pread;
@@ -894,6 +949,7 @@ int main(void) {
   RUN(test_a_rank_that_cannot_read_leaves_all_as_they_were);
   RUN(test_a_rename_that_is_done_and_fails_loses_nothing);
   RUN(test_an_index_replaced_while_it_is_read_is_refused);
+  RUN(test_without_locks_the_first_of_two_checkpoints_stays);
   RUN(test_names_at_their_limits);
   RUN(test_a_rank_killed_anywhere_leaves_one_checkpoint);
   return check_done();
