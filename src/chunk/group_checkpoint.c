@@ -6,8 +6,9 @@
  *
  * Checkpoint: (1) all check what they have and agree on the name of the parts; (2) each writes its part, a store with a
  * commit of its own (io/commit.c), which is durable before (3) the ranks meet; (4) rank 0 reads all indexes, replaces
- * the root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: (6) rank 0 removes
- * those of the number that it has replaced, and before. Where it is not known whether the root names a part, it stays.
+ * the root, and (5) tells the others. A part that no root names is nobody's, whoever was killed when: (6) rank 0
+ * removes those of the number that it has replaced, and before. Where it is not known whether the root names a part, it
+ * stays.
  *
  * Resume: (1) all read root and indexes, and compare what they see; (2) each reads the blocks that have bytes of its
  * own; (3) they meet, and only if all have succeeded do tensors get their states; otherwise all bytes that were read
