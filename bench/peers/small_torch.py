@@ -27,6 +27,7 @@ arguments.add_argument("--device-mem", default="256MiB")
 arguments.add_argument("--checkpoint", action="store_true", help="recompute the blocks in the backward pass")
 arguments.add_argument("--unit", action="store_true", help="call gm.unit() on the blocks")
 arguments.add_argument("--units", default="auto", help="of gm.init()")
+arguments.add_argument("--no-speculation", action="store_true", help="no updates ahead of the step")
 arguments.add_argument("--threads", type=int, default=1)
 arguments.add_argument("--dtype", default="float32")
 arguments.add_argument("--profile", action="store_true", help="of 20 steps of libgemini.torch")
@@ -107,7 +108,13 @@ def count_calls(step, steps=4):
 
 model = make()
 plain = runner(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-gm.init(device="cpu", units=options.units, device_memory=options.device_mem, host_memory=options.device_mem)
+gm.init(
+    device="cpu",
+    units=options.units,
+    speculate=not options.no_speculation,
+    device_memory=options.device_mem,
+    host_memory=options.device_mem,
+)
 ours_model = make()
 ours_model, optimizer = gm.prepare(ours_model, torch.optim.AdamW(ours_model.parameters(), lr=1e-3))
 if options.unit:
