@@ -9,9 +9,15 @@ from torch import nn
 
 import bits
 import libgemini.torch as gm
+from libgemini.torch import speculate as module
 from libgemini.torch.speculate import Units, is_power_of_two
 
 WIDTH, LAYERS = 256, 4
+
+
+@pytest.fixture(autouse=True)
+def small_parameters_too(monkeypatch):
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", 1)
 
 
 def net(dtype):
@@ -90,6 +96,20 @@ def test_steps_that_are_not_clipped_take_over_all_of_it(session, dtype, micro):
     # The first step is watched; from the second one on all is computed ahead, as far as states are on the host.
     assert committed > 2 * ELEMENTS and committed <= 5 * ELEMENTS
     assert dropped <= speculated - committed
+
+
+def test_models_of_small_parameters_are_left_alone(session, monkeypatch):
+    """Their calling thread would lose more time than overlap wins."""
+
+    def program(loop):
+        for _ in range(4):
+            loop.backward()
+            loop.step(1e9)
+
+    small = WIDTH * (WIDTH + 3) // 4  # elements of a parameter of the net, on average
+    for least, any_computed in ((small, True), (small + 1, False)):
+        monkeypatch.setattr(module, "LEAST_ELEMENTS", least)
+        assert (same_twice(session, program)[0] > 0) == any_computed
 
 
 def test_steps_that_are_always_clipped_compute_nothing_ahead(session):

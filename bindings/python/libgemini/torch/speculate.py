@@ -21,6 +21,8 @@ if typing.TYPE_CHECKING:
     from .adamw import AdamwRule
     from .model import Record
 
+# Elements of a parameter on average: with smaller ones the calling thread loses more time than overlap can win.
+LEAST_ELEMENTS = 1 << 16
 MOST_PATIENCE = 32  # steps that are not clipped, before it tries again
 
 
@@ -197,7 +199,8 @@ class Speculation:
         for arena in [arena for arena in self.units if arena not in by_arena]:
             del self.units[arena]
         self.steps = self.steps + 1 if all(map(is_power_of_two, self.factors.values())) else 0
-        self.arm(self.steps >= self.patience)
+        pays = sum(record.place.elements for record in records) >= LEAST_ELEMENTS * len(records)
+        self.arm(pays and self.steps >= self.patience)
 
     def skipped(self) -> None:
         """The step is not made, as a gradient is infinite: the next one has another factor."""
