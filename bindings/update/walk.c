@@ -295,9 +295,15 @@ static gemini_status_t check_elements(const gemini_update_walk_t *walk, const ge
   const uint64_t count = update->element_count ? update->element_count : last > first ? last - first : 0;
   if (first > UINT64_MAX - count || first + count > last)
     REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", the last range ends at %" PRIu64, first, count, last);
-  if (walk->param_index == GEMINI_INDEX_NONE || update->modes[walk->param_index] & GEMINI_READ) return GEMINI_OK;
+  const bool ahead = update->flags & GEMINI_UPDATE_SPECULATE; /* beside old values nothing can be left as it is */
+  if (!ahead && (walk->param_index == GEMINI_INDEX_NONE || update->modes[walk->param_index] & GEMINI_READ))
+    return GEMINI_OK;
   for (uint64_t i = range_of(walk, first), begin = first; begin < first + count;
        begin = walk->ranges[i++].end_element) {
+    if (walk->ranges[i].rule == GEMINI_UPDATE_SKIP && ahead)
+      REFUSE("ranges[%" PRIu64
+             "] is skipped, which an update with GEMINI_UPDATE_SPECULATE cannot do within its elements",
+             i);
     if (walk->ranges[i].rule == GEMINI_UPDATE_SKIP)
       REFUSE("ranges[%" PRIu64 "] is skipped, but its parameters would be lost: modes[%" PRIu32 "] is %" PRIu32
              ", want READ_WRITE",

@@ -65,9 +65,11 @@ void gmi_specs_room(gmi_manager_t *m, uint32_t count) {
   while (m->update.last_spec && gmi_host_free(m) < count) gmi_spec_drop(m, m->update.last_spec);
 }
 
-/* Is it the same update of the same elements? Pieces that an earlier update has left (after a failure) come first. */
+/* Is it the same update of the same elements? Pieces that an earlier update has left (after a failure) come first. A
+ * tensor that was registered since makes a gap, whose gradient is zero. */
 static bool is_of(const gmi_spec_t *s, const gmi_walk_t *k, const gmi_piece_t *p) {
-  bool same = s->begin == p->begin && s->end == p->end && s->arena_count == k->u.arena_count;
+  bool same =
+      s->begin == p->begin && s->end == p->end && s->arena_count == k->u.arena_count && !gmi_piece_has_gaps(k, p);
   for (uint32_t i = 0; same && i < s->arena_count; i++)
     same = s->arenas[i] == k->arenas[i] && s->modes[i] == k->modes[i];
   for (uint32_t i = 0; same && i < p->count; i++)
@@ -75,11 +77,18 @@ static bool is_of(const gmi_spec_t *s, const gmi_walk_t *k, const gmi_piece_t *p
   return same;
 }
 
-bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p) {
+/* The new values of a chunk that lies on the device alone would take a slot for which no room was made. */
+static bool needs_slots(const gmi_piece_t *p) {
+  for (uint32_t i = 0; i < p->count; i++)
+    if (p->modes[i] & GEMINI_WRITE && !gmi_chunk_has_slot(p->chunks[i])) return true;
+  return false;
+}
+
+bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
   gmi_spec_t *s = gmi_chunk_spec(p->chunks[0]);
   if (!s) return false;
-  if (!is_of(s, k, p) || gmi_piece_is_pinned(p)) {
+  if (!is_of(s, k, p) || gmi_piece_is_pinned(p) || (device && needs_slots(p))) {
     gmi_spec_drop(m, s);
     return false;
   }
@@ -268,7 +277,7 @@ void gmi_speculate(gmi_walk_t *k) {
     if (!is_ready(k, &p, &written, &missing)) continue;
     if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
     if (gmi_host_spare(m) < written + missing) break;
-    (void)unit_speculate(k, &p);
+    if (!unit_speculate(k, &p)) break; /* the next one would have no memory, either */
   }
 }
 

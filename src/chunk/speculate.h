@@ -10,8 +10,9 @@
 /* Speculates the units of an update's range for which there is spare memory and whose chunks need no move. The walk is
  * checked, has its unit and its gaps, and ends with the call. */
 void gmi_speculate(gmi_walk_t *k);
-/* Takes over the values of a piece of an accepted update, if they are speculated; else false, and it is to be run. */
-bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p);
+/* Takes over the values of a piece of an accepted update, if they are speculated; else false, and it is to be run.
+ * device: the plan has it run on the device, and no room was made for slots on the host. */
+bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device);
 void gmi_specs_drop(gmi_manager_t *m);                 /* all */
 void gmi_specs_room(gmi_manager_t *m, uint32_t count); /* the last ones, until count slots are free or none is left */
 

@@ -551,7 +551,7 @@ static void walk_run(gmi_walk_t *k, uint32_t index) {
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->trace.advice->piece_on_device(m, index, number);
     p.next_use = m->trace.advice->piece_use(m, index, number);
-    if (gmi_spec_take(k, &p)) {
+    if (gmi_spec_take(k, &p, device)) {
       gmi_rest_queued(m->update.deferred, k->tail, &p);
       continue;
     }

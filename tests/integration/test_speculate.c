@@ -474,6 +474,58 @@ static void test_speculate_with_gradients_in_their_parameters_bytes(void) {
   model_close(&t);
 }
 
+/* A tensor that is registered in between has a gradient that was not written: zero. */
+static void plus_gradient(void *user, const gemini_update_span_t *s) {
+  (void)user;
+  const uint32_t *gradient = s->ptr[1], *before = s->ptr[2];
+  for (uint64_t i = 0; i < s->element_count; i++) {
+    const uint32_t sum = before[i] + gradient[i];
+    ((uint32_t *)s->out[0])[i] = 3 * gradient[i] + 7;
+    ((uint32_t *)s->out[2])[i] = sum;
+  }
+}
+static void registered_in_between(bool speculated, uint32_t found[2]) {
+  static const uint32_t mode[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE };
+  world_t w = world_open(world_config(8, 32, 0));
+  gemini_arena_t a[3];
+  a[0] = world_arena(&w, GEMINI_KIND_PARAM, 4, NULL, NULL, NULL);
+  a[1] = world_arena(&w, GEMINI_KIND_GRAD, 4, NULL, NULL, a[0]);
+  a[2] = world_arena(&w, GEMINI_KIND_MOMENTUM, 4, NULL, a[0], NULL);
+  uint64_t at;
+  OK(gemini_arena_take(w.mgr, a[0], CHUNK, &at));
+  for (int k = 0; k < 3; k += 2) {
+    gemini_access_t all = world_part(a[k], 0, CHUNK, GEMINI_READ_WRITE, HOST);
+    OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    for (uint32_t i = 0; i < CHUNK / 4; i++) ((uint32_t *)all.ptr)[i] = i + 100;
+    OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  }
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = a, u.modes = mode, u.arena_count = 3, u.stream = w.stream, u.fn = plus_gradient;
+  u.flags = GEMINI_UPDATE_SPECULATE;
+  if (speculated) OK(gemini_update(w.mgr, &u));
+  CHECK_EQ(world_stats(&w).speculated_elements, speculated ? CHUNK / 4 : 0);
+  gemini_tensor_t late;
+  OK(gemini_tensor_register(w.mgr, a[0], "late", 4096, 0, &late));
+  u.flags = GEMINI_UPDATE_COMMIT;
+  OK(gemini_update(w.mgr, &u));
+  for (int k = 0; k < 2; k++) {
+    gemini_access_t all = world_part(a[2 * k], 0, CHUNK, GEMINI_READ, HOST);
+    OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    found[k] = ((uint32_t *)all.ptr)[5];
+    OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  }
+  world_close(&w);
+}
+static void test_speculate_is_dropped_by_a_tensor_without_a_gradient(void) {
+  uint32_t plain[2], speculated[2];
+  registered_in_between(false, plain);
+  registered_in_between(true, speculated);
+  CHECK_EQ(plain[0], 7);
+  CHECK_EQ(plain[1], 105);
+  CHECK_EQ(speculated[0], plain[0]);
+  CHECK_EQ(speculated[1], plain[1]);
+}
+
 static void test_speculate_bad_flags_are_refused(void) {
   model_t t = model_of(8, OWN + NEW, 1);
   CHECK_STATUS(update(&t, SPECULATE | LATE, (rule_t){ 0 }, 0, 0), GEMINI_ERR_INVALID);
@@ -571,6 +623,7 @@ int main(void) {
   RUN(test_speculate_makes_room_for_chunks);
   RUN(test_speculate_under_smaller_budgets);
   RUN(test_speculate_with_gradients_in_their_parameters_bytes);
+  RUN(test_speculate_is_dropped_by_a_tensor_without_a_gradient);
   RUN(test_speculate_bad_flags_are_refused);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   return check_done();

@@ -521,6 +521,11 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   REFUSED((bad.ranges[0].rule = GEMINI_UPDATE_SKIP, u.first_element = 99, u.element_count = 100),
           "ranges[0] is skipped");
   ACCEPTED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, modes[0] = GEMINI_READ_WRITE));
+  /* Beside old values, what is skipped would not be written at all. */
+  REFUSED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, modes[0] = GEMINI_READ_WRITE, u.flags = GEMINI_UPDATE_SPECULATE),
+          "ranges[1] is skipped, which an update with GEMINI_UPDATE_SPECULATE cannot do");
+  ACCEPTED((bad.ranges[0].rule = GEMINI_UPDATE_SKIP, u.first_element = 100, u.element_count = 100,
+            u.flags = GEMINI_UPDATE_SPECULATE));
   ACCEPTED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, w.param_index = GEMINI_INDEX_NONE));
 
 #define OF_SGD(change) (w.adamws = NULL, w.sgds = bad.sgds, w.variance_index = 99, change)

@@ -58,6 +58,43 @@ class Net(nn.Module):
         return self.out(x)
 
 
+class InPlace(nn.Sequential):
+    """Changes in place what its last linear layer has returned."""
+
+    def __init__(self, width):
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(inplace=True))
+
+
+class Copied(Block):
+    """Decides for itself what of it is copied, as modules with locks or files do."""
+
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+class Around(nn.Module):
+    """A module that calls blocks which are not within it, between its own functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, blocks):
+        x = functional.gelu(functional.linear(functional.gelu(self.up(x)), self.up.weight))
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+class WithAround(Net):
+    def __init__(self):
+        super().__init__(count=24)
+        self.around = Around()
+
+    def forward(self, ids):
+        return self.out(self.around(self.embed(ids), self.blocks))
+
+
 @pytest.fixture(autouse=True)
 def closed():
     yield
@@ -612,3 +649,61 @@ def test_parameters_that_are_thawed_are_noticed_in_the_next_forward_pass():
     model.blocks[1].requires_grad_(True)
     loss_of(model, 1).backward()
     assert record.hook is not None and record.has_grad
+
+
+# ---- what readers of this code found
+TIGHT = {"units": "always", "device_memory": "640KiB"}  # blocks are fetched one by one
+
+
+def test_results_changed_in_place_are_differentiated_with_their_weights():
+    alike(make=lambda: Net(block=InPlace, count=24), **TIGHT)
+
+
+def test_blocks_within_a_unit_that_does_not_contain_them():
+    def one(model, optimizer, number):
+        if isinstance(model.around.up.weight, tensors.ManagedTensor) and number == 0:
+            gm.unit(model.around)
+        return step(model, optimizer, number)
+
+    alike(one, WithAround, **TIGHT)
+
+
+def test_copies_of_blocks_compute_with_their_own_parameters():
+    model, optimizer = prepared(lambda: Net(block=Copied), sgd)
+    step(model, optimizer, 0)
+    assert gm.session().models[0].blocks.active
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        before = loss_of(twin, 1).item()
+    step(model, optimizer, 1)
+    with torch.no_grad():
+        assert loss_of(twin, 1).item() == before
+        for param in twin.blocks.parameters():
+            param.zero_()
+        x = torch.randn(2, WIDTH)
+        assert torch.equal(twin.blocks[0](x), x)
+    assert pickle.loads(pickle.dumps(twin.blocks[0]))(x).equal(x)
+
+
+def test_forward_passes_whose_results_are_dropped_end_their_iterations():
+    model, optimizer = prepared(optimizer=sgd)
+    for number in range(3):
+        step(model, optimizer, number)
+    before = gm.stats()["iterations"]
+    for number in range(5):
+        loss_of(model, number)
+    assert gm.stats()["iterations"] >= before + 4
+    assert not gm.session().brackets.awaits_backward()
+
+
+def test_tracing_within_a_block_is_refused_as_elsewhere():
+    model, optimizer = prepared(optimizer=sgd)
+    step(model, optimizer, 0)
+
+    def traces(block, y):
+        block.up.requires_grad_(False)
+        torch.jit.trace(lambda x: functional.linear(x, block.up.weight), (y.detach(),), check_trace=False)
+
+    Block.tap = staticmethod(traces)
+    with pytest.raises(gm.GeminiError, match="trac"):
+        step(model, optimizer, 1)

@@ -337,3 +337,68 @@ def test_units_are_those_of_the_library():
     assert units.within(2048, 3072) == records[2:] and units.within(0, 1024) == records[:1]
     assert Units(records[1:2], 1024, 1536).records_of == {1: 1}
     assert Units([Thing(256, 5000)], 1024, 5376).records_of == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1}
+
+
+# ---- what a reader of this code found
+class Halves(nn.Module):
+    """Two layers, each with a loss of its own, whose parameters share a chunk."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(777, 777, bias=False) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+def test_options_that_change_between_two_backward_passes(session):
+    found = []
+    for speculate in (True, False):
+        session("64MiB", speculate=speculate)
+        model = Halves()
+        model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for number in range(6):
+            x = torch.randn(4, 777, generator=torch.Generator().manual_seed(number))
+            optimizer.param_groups[0]["lr"] = 1e-2
+            (model(x, 0) ** 2).mean().backward()
+            if number == 4:
+                optimizer.param_groups[0]["lr"] = 3e-2
+            (model(x, 1) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (counts()[0] > 0) == speculate
+        found.append(bits.described({name: param.detach().clone() for name, param in model.named_parameters()}))
+        gm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("lr", [None, float("nan")])
+def test_options_that_are_set_just_before_the_step(session, lr):
+    """The backward pass does not fail for what only the step needs."""
+
+    def program(loop):
+        for number in range(6):
+            for group in loop.optimizer.param_groups:
+                group["lr"] = lr if number > 3 else 1e-2
+            loop.backward()
+            for group in loop.optimizer.param_groups:
+                group["lr"] = 1e-2
+            loop.step(1e9)
+
+    assert same_twice(session, program)[0] > 0
+
+
+def test_groups_that_are_replaced_before_the_backward_pass(session):
+    def program(loop):
+        params = list(loop.model.parameters())
+        loop.optimizer.param_groups[0]["params"] = params[:7]
+        loop.optimizer.add_param_group({"params": params[7:], "lr": 1e-3})
+        for number in range(6):
+            if number == 4:
+                loop.optimizer.param_groups.pop()
+                loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+            loop.backward()
+            loop.step(1e9)
+
+    assert same_twice(session, program)[0] > 0

@@ -162,7 +162,7 @@ class AdamwRule:
 
     def groups_changed(self, groups):
         if self.speculation:
-            self.speculation.group_of = groups_of(groups)
+            self.speculation.forget()
         if self.neighbours:
             self.group_of = groups_of(groups)
 

@@ -36,6 +36,31 @@ SHARE = 8
 WANTED = "auto", "always", "never"
 
 
+class Call:
+    """The call that a block's module gets. A copy of the module gets none, as it has parameters of its own.
+
+    nn.Module leaves such a call out of copies by itself, but not all modules leave that to nn.Module.
+    """
+
+    _torchdynamo_disable = True  # as of a function that is not traced
+
+    def __init__(self, run: typing.Callable[..., typing.Any]) -> None:
+        self.run = run
+
+    def __call__(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        return self.run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, typing.Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[typing.Any, ...]:
+        return type(None), ()
+
+
+def no_hook(_: typing.Any) -> None:
+    """What a block has while no call of it is running."""
+
+
 class Block:
     """A module whose parameters are acquired together.
 
@@ -58,16 +83,17 @@ class Block:
         ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
         # Checkpoints within a block call its functions again while the backward pass holds it.
         self.forward_use, self.backward_use = Use(ranges, "block", self), Use(ranges, "block", self)
-        self.hook: typing.Callable[[typing.Any], None] = lambda _: None
+        self.hook: typing.Callable[[typing.Any], None] = no_hook
         self.stream: int | None = None
         self.call: typing.Any = None
 
     def enter(self) -> None:
         """Its parameters have been acquired."""
         graph = self.session.brackets.graph
+        within = self.session.running[-1] if self.session.running else None  # the unit whose forward pass calls it
 
         def hook(_: typing.Any, graph: typing.Any = graph) -> None:
-            self.reach()
+            self.reach(within)
 
         self.hook, self.stream = hook, self.session.holds.native_stream()
         blocks.append(self)
@@ -78,14 +104,19 @@ class Block:
             if blocks[i] is self:
                 del blocks[i:]
                 break
+        if all(block is not self for block in blocks):
+            self.hook = no_hook  # the graph's nodes keep the mark; when they are gone, so is the mark
 
     reset = leave
 
-    def reach(self) -> None:
-        """The backward pass has reached a function of the block."""
+    def reach(self, within: Use | None) -> None:
+        """The backward pass has reached a function of the block.
+
+        within: what the unit has used whose forward pass has called the block, or None.
+        """
         backward = self.session.backward
         if not backward.holds(self.backward_use):
-            backward.operator(self.backward_use)
+            backward.operator(self.backward_use, within)
 
 
 class Blocks:
@@ -160,8 +191,8 @@ class Blocks:
             self.stop()  # nothing was done
             return call(*args, **kwargs)
 
-        block.call = call_block
-        internals.set_call(module, call_block)
+        block.call = Call(call_block)
+        internals.set_call(module, block.call)
         return block
 
     def decide(self) -> None:

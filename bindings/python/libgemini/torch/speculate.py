@@ -131,7 +131,17 @@ class Speculation:
                     begin = behind
 
     def compute(self, arena: int, begin: int, end: int) -> None:
-        """Submits the units from begin to end."""
+        """Submits the units from begin to end. What cannot be computed is left to the step, which says why."""
+        try:
+            done = self.submit(arena, begin, end)
+        except Exception:
+            done = False
+        if not done:
+            self.drop()
+            self.arm(False)
+
+    def submit(self, arena: int, begin: int, end: int) -> bool:
+        """As compute(). Returns False if a record was to be updated by two rules: its options have changed since."""
         units = self.units[arena]
         start, stop = begin * units.elements, min(end * units.elements, units.end)
         rules: dict[typing.Any, int] = {}
@@ -139,7 +149,8 @@ class Speculation:
         records = units.within(start, stop)
         for record in records:
             rule = self.rule.rule(record, self.group_of[id(record)], self.factors[record])
-            self.assumed[record] = rule
+            if self.assumed.setdefault(record, rule) != rule:
+                return False
             number = rules.setdefault(rule, len(rules))
             last = min(padded(first_of(record) + record.place.elements), stop)
             if ranges and ranges[-1][1] == number:
@@ -148,6 +159,7 @@ class Speculation:
                 ranges.append((last, number))
         flags = abi.UPDATE_SPECULATE
         self.rule.run(arena, records[0], start, stop - start, list(rules), ranges, units.whole, flags)
+        return True
 
     # ---- at the step
     def settle(self, group_of: dict[int, dict[str, typing.Any]]) -> None:

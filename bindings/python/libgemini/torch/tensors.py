@@ -1047,15 +1047,18 @@ def _in_block(block, func, args, kwargs):
         internals.transform_level() is not None
         or block.stream is not None
         and block.stream != block.session.holds.native_stream()
+        or internals.is_tracing()
         or kwargs
         and kwargs.get("out") is not None
     ):
         return None
     with _plain():
         out = func(*args, **kwargs) if kwargs else func(*args)
-        node = out.grad_fn
-    if node is not None:
-        node.register_prehook(block.hook)
+        # linear() may return a view of what it has computed. A change in place replaces the node of the view.
+        nodes = out.grad_fn, out._base.grad_fn if out._is_view() else None
+    for node in nodes:
+        if node is not None:
+            node.register_prehook(block.hook)
     return out
 
 
