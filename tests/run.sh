@@ -5,7 +5,7 @@
 # by clang; skipped where setup.sh cannot install clang. asan: build/asan, address and undefined-behaviour sanitizers.
 # tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the code as it is
 # delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is promised,
-# that of the machines with GPUs and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of stress
+# that of the machines with GPUs (a part of the tests) and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of stress
 # tests in every lane.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
