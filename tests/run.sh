@@ -5,8 +5,8 @@
 # by clang; skipped where setup.sh cannot install clang. asan: build/asan, address and undefined-behaviour sanitizers.
 # tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the code as it is
 # delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is promised,
-# that of the machines with GPUs (a part of the tests) and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the length of stress
-# tests in every lane.
+# that of the machines with GPUs (a part of the tests) and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the
+# length of stress tests in every lane.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -20,7 +20,7 @@ while (($#)); do
         exit 2
       fi
       lanes+=("$2"); shift 2 ;;
-    --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "run.sh: $1: unknown option, want --lane" >&2; exit 2 ;;
   esac
 done
