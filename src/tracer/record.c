@@ -91,8 +91,8 @@ static void log_departure(gmi_manager_t *m, const gmi_trace_t *expected) {
   else if (op->name != other->name || op->phase != other->phase)
     snprintf(why, sizeof why, "%.100s was expected", other->name);
   else if (op->use_count != other->use_count ||
-           memcmp(t->record.uses + op->use_first, expected->uses + other->use_first,
-                  op->use_count * sizeof *expected->uses))
+           (op->use_count && memcmp(t->record.uses + op->use_first, expected->uses + other->use_first,
+                                    op->use_count * sizeof *expected->uses)))
     snprintf(why, sizeof why, "its accesses are others than expected");
   else
     snprintf(why, sizeof why, "its non-model peak is %llu bytes, %llu were expected",
