@@ -45,13 +45,13 @@ struct gmi_chunk {
   /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
    * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
    * also sees the fence that the release stored before it, and an acquire sees all fields as they were when the flags
-   * were set. It is near the fences, which the fast path reads next. */
+   * were set. What the fast path needs comes first, in less than a cache line. */
   _Atomic uint32_t word_;
   uint32_t frame_;            /* index of the chunk's frame, or GMI_NONE */
-  gmi_mapping_t mapping_;     /* of the chunk's device address */
   gmi_fence_t arrive_;        /* behind the copy, or the zeroing, that fills the device copy */
   gmi_uses_t reads_, writes_; /* Atomic: latest uses of the device copy since it arrived; see gmi_uses_t */
   _Atomic uint64_t touched_;  /* Atomic: frames.clock at the last release; relaxed, a hint for choosing victims */
+  gmi_mapping_t mapping_;     /* of the chunk's device address */
   gmi_fence_t copied_out_;    /* behind the last queued copy out of the frame */
   uint64_t next_use_;         /* position of the next use, if known: iteration * 2^32 + op; 0 = unknown */
   gmi_io_t *io_;              /* transfer from or to a file whose result is not processed yet, or NULL */
