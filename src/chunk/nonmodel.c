@@ -212,7 +212,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   return GEMINI_OK;
 }
 
-bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
+static inline bool nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint64_t offset = (uint64_t)((uintptr_t)ptr - (uintptr_t)m->nonmodel.base);
   gmi_heap_tag_t tag = { { gmi_fence_later(m, stream) } };
@@ -225,6 +225,8 @@ bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
   m->trace.observer->counters_change(m);
   return true;
 }
+
+bool gmi_nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) { return nonmodel_free(m, ptr, stream); }
 
 static gemini_status_t nonmodel_alloc(gmi_manager_t *m, uint64_t size, gemini_stream_t stream, void **ptr_out) {
   uint32_t s;
@@ -249,7 +251,7 @@ gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t str
   gmi_lock_beside(m, __func__);
   uint32_t s;
   gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  if (!status && !gmi_nonmodel_free(m, ptr, s)) status = GEMINI_ERR_INVALID;
+  if (!status && !nonmodel_free(m, ptr, s)) status = GEMINI_ERR_INVALID;
   gmi_unlock(m);
   API_RETURN(status);
 }
