@@ -82,8 +82,9 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
 /* Says in the log how an iteration came to differ from the variant that it was expected to repeat. */
 static void log_departure(gmi_manager_t *m, const gmi_trace_t *expected) {
   gmi_tracer_t *t = m->trace.tracer;
-  const bool update = t->op_index >= t->record.op_count; /* behind the last operator so far */
-  const uint32_t i = t->op_index - (update ? 1 : 0);
+  /* Behind the last operator so far, or within one: other threads may be adding to its uses, without the lock. */
+  const bool between = t->op_index >= t->record.op_count, update = between || t->op_open;
+  const uint32_t i = t->op_index - (between ? 1 : 0);
   const gmi_trace_op_t *op = &t->record.ops[i], *other = i < expected->op_count ? &expected->ops[i] : NULL;
   char why[160];
   if (update) snprintf(why, sizeof why, "an update behind it was not expected");
