@@ -458,23 +458,20 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
                   (unsigned long long)need_bytes, (unsigned long long)m->config.host_bytes, (unsigned long long)taken);
 }
 
-static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot) {
+/* blank: the slot's memory reads as zeros. */
+static gemini_status_t slot_assign(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot, bool *blank_out) {
   gemini_status_t status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
-  if (!status) gmi_host_slot_bind(m, c, slot);
-  return status;
+  if (status) return status;
+  *blank_out = m->host.slots[slot].blank;
+  gmi_host_slot_bind(m, c, slot);
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_host_slot_take_blank(gmi_manager_t *m, gmi_chunk_t *c, bool *blank_out) {
   *blank_out = false;
   if (gmi_chunk_has_slot(c)) return GEMINI_OK;
   gemini_status_t status = gmi_host_room(m, 1);
-  if (status) return status;
-  const uint32_t slot = choose_slot(m, c);
-  status = gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m));
-  if (status) return status;
-  *blank_out = m->host.slots[slot].blank;
-  gmi_host_slot_bind(m, c, slot);
-  return GEMINI_OK;
+  return status ? status : slot_assign(m, c, choose_slot(m, c), blank_out);
 }
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
   bool blank;
@@ -605,7 +602,8 @@ gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t firs
       if (other >= best && other < best + count) other = free_run(m, 0, 1);
       status = exchange(m, slot, other);
     }
-    if (!status) status = slot_assign(m, c, slot);
+    bool blank;
+    if (!status) status = slot_assign(m, c, slot, &blank);
   }
   return status;
 }
