@@ -5,8 +5,9 @@
 
 Each system runs in a process of its own, one after another. bf16 compute, fp32 master copies and moments, activation
 checkpointing on every block, AdamW, random tokens. Without arguments it is the reference: three sizes, three systems,
-on a GPU about five minutes and 112 GiB of host memory. 1.5 billion parameters within 6 GiB, on text; and 13 billion
-with files, where host and files together take the 14 bytes a parameter:
+on a GPU about five minutes and 112 GiB of host memory. Beside system gpu, gemini has a row with the bound of bounds.py
+and what binds it. 1.5 billion parameters within 6 GiB, on text; and 13 billion with files, where host and files
+together take the 14 bytes a parameter:
 
   llama_torch.py --system gemini --size 1.5b --batch 4 --device-mem 6GiB --steps 15 \\
       --text /usr/share/common-licenses/GPL-3
@@ -60,6 +61,7 @@ arguments.add_argument("--size", default="1.3b,3b,7b", help="of " + ", ".join(SI
 arguments.add_argument("--system", default="gpu,fsdp2,gemini", help="of " + ", ".join(STEPS) + "; several with commas")
 arguments.add_argument("--batch", type=int, default=16, help="of each process")
 arguments.add_argument("--seq", type=int, default=1024)
+arguments.add_argument("--accumulate", type=int, default=1, help="micro-batches of that size in a step")
 arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--steps", type=int, default=None, help="that are timed")
 arguments.add_argument("--warmup", type=int, default=None, help="steps before those")
@@ -76,6 +78,12 @@ arguments.add_argument("--chunk-size", default="0", help="bytes of a chunk; 0: s
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
+arguments.add_argument("--hf", action="store_true", help="the module of transformers in the place of the one below")
+arguments.add_argument(
+    "--offload-activations",
+    action="store_true",
+    help="gemini: what blocks keep for the backward pass may leave the GPU",
+)
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
 arguments.add_argument("--no-speculation", action="store_true", help="gemini: nor ahead of the step")
 arguments.add_argument(
@@ -98,8 +106,42 @@ def count(size):
     return (4 * width * width + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
 
 
+def build_hf(torch, dtype):
+    """The same shapes by transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, inner, blocks, heads = SIZES[options.size]
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max(2048, options.seq),
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+    class Llama(LlamaForCausalLM):
+        def forward(self, ids):
+            return super().forward(input_ids=ids, labels=ids).loss
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = Llama(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
 def build(torch, dtype):
     """The model; parameters are made on torch's default device, one after another."""
+    if options.hf:
+        return build_hf(torch, dtype)
     from torch import nn
     from torch.nn import functional as F
     from torch.utils.checkpoint import checkpoint
@@ -202,6 +244,16 @@ class MasterAdamw:
             param.grad = None
 
 
+def measure():
+    """Prints this machine's rates as a row."""
+    import torch
+
+    import bounds
+
+    row = {"bench": "llama_torch", "case": "rates", "unit": "1/s"}
+    print("ROW " + json.dumps(row | bounds.rates(torch, torch.cuda.is_available() and options.device != "cpu")))
+
+
 def main():
     import torch
 
@@ -245,7 +297,7 @@ def main():
         policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
         if offload:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
-        for block in model.blocks:
+        for block in model.model.layers if options.hf else model.blocks:
             fully_shard(block, **policy)
         fully_shard(model, **policy)
         model.to_empty(device="cpu" if offload else device)
@@ -284,7 +336,8 @@ def main():
         model, optimizer = gm.prepare(
             model,
             torch.optim.AdamW(model.parameters(), lr=options.lr),
-            step_in_backward=not (options.step_at_end or options.clip or RANKS > 1),
+            offload_activations=options.offload_activations,
+            step_in_backward=not (options.step_at_end or options.clip or options.accumulate > 1 or RANKS > 1),
         )
         if RANK == 0:
             print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
@@ -298,36 +351,60 @@ def main():
     generator = torch.Generator().manual_seed(2)
     text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
     seconds, losses, before = [], [], (0, {})
+    forward_shares, clipped, work = [], 0, 0  # of timed steps: the forward passes' share; norms over the limit; bytes
+    batch = options.batch * options.accumulate  # of this process in a step
     begin = time.perf_counter()
     for step in range(warmup + steps):
         if text is None:
-            ids = torch.randint(0, options.vocabulary, (RANKS * options.batch, options.seq), generator=generator)
+            ids = torch.randint(0, options.vocabulary, (RANKS * batch, options.seq), generator=generator)
         else:
-            starts = torch.randint(0, len(text) - options.seq, (RANKS * options.batch,), generator=generator)
+            starts = torch.randint(0, len(text) - options.seq, (RANKS * batch,), generator=generator)
             ids = torch.stack([text[start : start + options.seq] for start in starts]).long()
-        ids = ids[RANK * options.batch : (RANK + 1) * options.batch].to(device)
+        ids = ids[RANK * batch : (RANK + 1) * batch].to(device)
         if gm and step == warmup:
             before = gm.stats()["stall_ns"], gm.session().manager.group_stats(ranks.group) if ranks else {}
         if gm and options.timeline and step == warmup + steps - 1:
             gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
-        called = time.perf_counter()
-        loss = model(ids)
-        forward = time.perf_counter()
-        loss.backward()
+        measured = cuda and options.system == "gpu" and step >= warmup
+        if measured:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated() + 2 * params  # and the gradients
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        times, total = [0.0, 0.0], 0  # in calls of the forward and of the backward passes
+        for part in ids.split(options.batch):
+            called = time.perf_counter()
+            if measured:
+                events[0].record()
+            loss = model(part) / options.accumulate
+            if measured:
+                events[1].record()
+            times[0] += time.perf_counter() - called
+            loss.backward()
+            times[1] += time.perf_counter() - called
+            total = total + loss.detach()
+        times[1] -= times[0]
         backward = time.perf_counter()
+        if measured:
+            events[2].record()
+            work = max(work, torch.cuda.max_memory_allocated() - held)
         if options.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
         stepped = time.perf_counter()
-        losses.append(loss.item())
+        losses.append(total.item())
         # From one step's end to the next: what a step leaves to be done beside the next one is part of that.
         seconds.append(time.perf_counter() - begin)
         begin += seconds[-1]
+        if options.clip and step >= warmup:
+            clipped += float(norm) > options.clip
+        if measured:
+            forward = events[0].elapsed_time(events[1])
+            forward_shares.append(forward / (forward + events[1].elapsed_time(events[2])))
         if RANK == 0:
             print(
-                f"step {step}: {seconds[-1]:.3f} s (calls: forward {forward - called:.3f}, "
-                f"backward {backward - forward:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
+                f"step {step}: {seconds[-1]:.3f} s (calls: forward {times[0]:.3f}, "
+                f"backward {times[1]:.3f}, update {stepped - backward:.3f}), loss {losses[-1]:.4f}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -339,7 +416,7 @@ def main():
         "value": value,
         "unit": "s",
         "ranks": RANKS,
-        "tokens_per_second": RANKS * options.batch * options.seq / value,
+        "tokens_per_second": RANKS * batch * options.seq / value,
         "seconds": [round(s, 4) for s in seconds],
         "losses": losses,
         "ready_seconds": round(ready, 1),
@@ -379,6 +456,10 @@ def main():
             print(json.dumps(stats), file=sys.stderr)
     elif cuda:
         row["device_peak"] = torch.cuda.max_memory_reserved()
+    if options.clip:
+        row["clipped_steps"] = clipped
+    if forward_shares:
+        row.update(work_bytes=work, forward_share=statistics.median(forward_shares))
     if RANK == 0:
         print("ROW " + json.dumps(row), flush=True)
     if gm:
@@ -397,7 +478,7 @@ if __name__ == "__main__":
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: torchrun ends the parent only
             if options.limit:
                 faulthandler.dump_traceback_later(options.limit, exit=True)
-        main()
+        measure() if options.system == "rates" else main()
         sys.exit(0)
     failed, number = False, 0
     for size in options.size.split(","):
@@ -421,19 +502,26 @@ if __name__ == "__main__":
             if failed and RANKS > 1:
                 sys.exit(f"llama_torch: rank {RANK}: {size} {system} failed (exit status {done.returncode})")
             rows.update((system, json.loads(line[4:])) for line in done.stdout.splitlines() if line.startswith("ROW "))
-        for against in set(rows) & {"gpu", "fsdp2", "fsdp2-gpu"} if "gemini" in rows else ():
-            print(
-                "ROW "
-                + json.dumps(
-                    {
-                        "bench": "llama_torch",
-                        "case": f"gemini {size}",
-                        "value": rows["gemini"]["value"],
-                        "unit": "s",
-                        "against": against,
-                        "ratio": rows[against]["value"] / rows["gemini"]["value"],
-                    }
-                ),
-                flush=True,
+        if "gemini" not in rows:
+            continue
+        row = {"bench": "llama_torch", "case": f"gemini {size}", "value": rows["gemini"]["value"], "unit": "s"}
+        for against in set(rows) & {"gpu", "fsdp2", "fsdp2-gpu"}:
+            ratio = rows[against]["value"] / row["value"]
+            print("ROW " + json.dumps(row | {"against": against, "ratio": ratio}), flush=True)
+        if "work_bytes" in rows.get("gpu", {}) and not options.file:
+            import bounds
+
+            argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", "rates"]
+            done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
+            print(done.stdout, end="", flush=True)
+            seconds, binds = bounds.bound(
+                json.loads(done.stdout.splitlines()[-1][4:]),
+                rows["gpu"],
+                rows["gpu"]["params"],
+                rows["gemini"]["device_budget"],
+                options.accumulate,
+                rows["gemini"].get("clipped_steps", 0) > 0,
             )
+            row |= {"against": "bound", "ratio": seconds / row["value"], "bound_seconds": seconds, "binds": binds}
+            print("ROW " + json.dumps(row), flush=True)
     sys.exit(1 if failed else 0)

@@ -1,0 +1,111 @@
+"""What a training step cannot be faster than on this machine: measured rates, and the bound that follows from them.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import concurrent.futures
+import ctypes
+import os
+import statistics
+import time
+
+STATE_BYTES = 12  # of a parameter: its fp32 master copy and two moments
+
+
+def _seconds(call, passes=5):
+    """The median of a call's times, after one that warms up."""
+    call()
+    times = []
+    for _ in range(passes):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def rates(torch, cuda):
+    """Measures this machine.
+
+    Args:
+        torch: The module.
+        cuda: Whether copies are those of a GPU; without one the bound knows no copies.
+
+    Returns:
+        update: parameters a second of the fused AdamW by all cores together, each thread with arrays of its own. On a
+        GPU, up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU.
+    """
+    from libgemini import abi
+
+    adamw_host = abi.update_library().cdll.gemini_adamw_host
+    adamw_host.argtypes = (ctypes.c_void_p, ctypes.c_uint64) + (ctypes.c_void_p,) * 6
+    threads = len(os.sched_getaffinity(0))
+    elements = 1 << (24 if cuda else 20)
+    rule = abi.Adamw(
+        param_dtype=abi.DTYPE_BF16,
+        grad_dtype=abi.DTYPE_BF16,
+        step=1,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.01,
+        grad_scale=1.0,
+    )
+    arrays = [
+        [torch.zeros(elements, dtype=dtype) for dtype in (torch.bfloat16,) * 2 + (torch.float32,) * 3]
+        for _ in range(threads)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+
+        def update(own):
+            status = adamw_host(ctypes.byref(rule), elements, *(array.data_ptr() for array in own), None)
+            assert status == 0, status
+
+        found = {"update": threads * elements / _seconds(lambda: list(pool.map(update, arrays)))}
+    if cuda:
+        host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty_like(host, device="cuda")
+        for name, to, source in (("up", device, host), ("down", host, device)):
+
+            def copy(to=to, source=source):
+                for _ in range(16):
+                    to.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+
+            found[name] = 16 * host.numel() / _seconds(copy)
+    return found
+
+
+def bound(rates, gpu, params, device_bytes, accumulate, clipped):
+    """The time that a step takes at least, and why.
+
+    States that fit in the device's memory beside 16-bit parameters and what the passes need are updated there, the
+    others on the host, at the rate that its cores and its memory allow when nothing else uses them. That begins when
+    gradients are complete and ends before their parameters are used again. So beside it run, of the passes over
+    micro-batches, the last backward and the next forward one; where gradients are clipped, so that the norm of all of
+    them has to be known before, the forward one only. What does not fit beside them lengthens the step.
+
+    Args:
+        rates: From rates().
+        gpu: The row of the same model and batch all on the device: value, forward_share and work_bytes.
+        params: Parameters of the model.
+        device_bytes: The budget.
+        accumulate: Micro-batches in a step.
+        clipped: Whether gradients were clipped.
+
+    Returns:
+        Seconds, and the name of what binds: "compute", or the name of a rate.
+    """
+    free = max(0, device_bytes - 2 * params - gpu["work_bytes"])
+    moved = max(0, params - free / STATE_BYTES)
+    needs = {"update": moved / rates["update"]}
+    if "up" in rates:
+        away = max(0, params - max(0, device_bytes - gpu["work_bytes"]) / 2)  # parameters that come for each pass
+        needs["up"] = (2 * moved + 4 * away) / rates["up"]
+        needs["down"] = 2 * moved / rates["down"]
+    name = max(needs, key=needs.__getitem__)
+    compute = gpu["value"]
+    beside = compute / accumulate * (gpu["forward_share"] if clipped else 1)
+    if needs[name] <= beside:
+        return compute, "compute"
+    return compute - beside + needs[name], name
