@@ -84,6 +84,7 @@ arguments.add_argument(
     action="store_true",
     help="gemini: what blocks keep for the backward pass may leave the GPU",
 )
+arguments.add_argument("--units", default="auto", help="of gemini: whether a block's parameters are acquired together")
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
 arguments.add_argument("--no-speculation", action="store_true", help="gemini: nor ahead of the step")
 arguments.add_argument(
@@ -329,6 +330,7 @@ def main():
             rank_order=options.rank_order,
             deadline=options.deadline,
             speculate=not options.no_speculation,
+            units=options.units,
         )
         with init:
             model = build(torch, torch.bfloat16)

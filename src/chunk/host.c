@@ -353,6 +353,10 @@ void gmi_host_spare_reclaim(gmi_manager_t *m) {
   }
   m->host.spare_looked = true;
 }
+static bool slot_is_committed(const gmi_manager_t *m, uint32_t slot) {
+  const uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
+  return m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes;
+}
 /* Prefers memory that is committed: to commit more takes long. */
 static uint32_t spare_choose(const gmi_manager_t *m) {
   uint32_t any = GMI_NONE, words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64 % words;
@@ -360,12 +364,20 @@ static uint32_t spare_choose(const gmi_manager_t *m) {
     uint32_t word = (first + i) % words;
     for (uint64_t bits = m->host.free_map[word]; bits; bits &= bits - 1) {
       uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(bits);
-      uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
-      if (m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes) return slot;
+      if (slot_is_committed(m, slot)) return slot;
       if (any == GMI_NONE) any = slot;
     }
   }
   return any;
+}
+bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count) {
+  const uint32_t words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64 % words;
+  for (uint32_t i = 0; count && i < words; i++) {
+    const uint32_t word = (first + i) % words;
+    for (uint64_t bits = m->host.free_map[word]; count && bits; bits &= bits - 1)
+      count -= slot_is_committed(m, word * 64 + (uint32_t)__builtin_ctzll(bits));
+  }
+  return !count;
 }
 bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out) {
   uint32_t slot = gmi_host_free(m) ? spare_choose(m) : GMI_NONE;

@@ -43,7 +43,8 @@ uint32_t gmi_host_spare(const gmi_manager_t *m);
 /* May make more spare in later iterations: takes the slots of states whose bytes are on the device. Works once an
  * iteration. */
 void gmi_host_spare_reclaim(gmi_manager_t *m);
-bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out); /* false: the system has no memory for it */
+bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count); /* is the memory of the next ones? */
+bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out);           /* false: the system has no memory for it */
 void gmi_host_spare_give(gmi_manager_t *m, uint32_t slot);
 /* The slot becomes the chunk's, whose own is free then. */
 void gmi_host_spare_bind(gmi_manager_t *m, uint32_t slot, gmi_chunk_t *c);

@@ -267,17 +267,24 @@ static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p) {
   return true;
 }
 
-void gmi_speculate(gmi_walk_t *k) {
+void gmi_speculate(gmi_walk_t *k, uint32_t stream) {
   gmi_manager_t *m = k->m;
   gmi_piece_t p = { 0 };
   if (m->file.store) return;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end) {
     uint32_t written, missing;
     gmi_piece_at(k, at, end, &p);
+    if (m->trace.advice->unit_on_device(m, k->arenas[0]->index, at, k->unit)) continue;
     if (!is_ready(k, &p, &written, &missing)) continue;
     if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
     if (gmi_host_spare(m) < written + missing) break;
-    if (!unit_speculate(k, &p)) break; /* the next one would have no memory, either */
+    /* Memory that was never used is committed first, which takes long, but only once: no part of the operator. */
+    gmi_pause_t pause = { 0 };
+    const bool slow = !gmi_host_spare_is_committed(m, written + missing);
+    if (slow) m->trace.observer->pause_begins(m, stream, true, &pause);
+    const bool done = unit_speculate(k, &p);
+    if (slow) m->trace.observer->pause_ends(m, stream, &pause);
+    if (!done) break; /* the next one would have no memory, either */
   }
 }
 

@@ -9,7 +9,7 @@
 
 /* Speculates the units of an update's range for which there is spare memory and whose chunks need no move. The walk is
  * checked, has its unit and its gaps, and ends with the call. */
-void gmi_speculate(gmi_walk_t *k);
+void gmi_speculate(gmi_walk_t *k, uint32_t stream);
 /* Takes over the values of a piece of an accepted update, if they are speculated; else false, and it is to be run.
  * device: the plan has it run on the device, and no room was made for slots on the host. */
 bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device);

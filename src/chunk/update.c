@@ -624,7 +624,7 @@ static gemini_status_t walk_speculate(gmi_walk_t *k, uint32_t stream) {
   status = check_taken(k);
   if (!status) status = walk_cut(k);
   if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
-  if (!status) gmi_speculate(k);
+  if (!status) gmi_speculate(k, stream);
   return status;
 }
 

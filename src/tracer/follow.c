@@ -239,6 +239,17 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_on_device[piece];
 }
+bool gmi_tracer_unit_on_device(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
+  variant_t *v = gmi_tracer_active_variant(m->trace.tracer);
+  for (uint32_t u = 0; v && v->bundle.made && u < v->trace.update_count; u++) {
+    const gmi_trace_update_t *update = &v->trace.updates[u];
+    if (update->arenas[0] != arena || element < update->first_element ||
+        element - update->first_element >= update->element_count)
+      continue;
+    return gmi_tracer_piece_on_device(m, u, (uint32_t)(element / unit - update->first_element / unit));
+  }
+  return false;
+}
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_use[piece] != UINT32_MAX ? position(m, v, v->bundle.plan.piece_use[piece])

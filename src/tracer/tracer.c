@@ -669,5 +669,6 @@ const gmi_advice_t gmi_tracer_advice = {
   .next_use = gmi_tracer_next_use,
   .piece_on_device = gmi_tracer_piece_on_device,
   .piece_use = gmi_tracer_piece_use,
+  .unit_on_device = gmi_tracer_unit_on_device,
   .gathers_follow = gathers_follow,
 };

@@ -89,6 +89,9 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
 /* Returns whether the plan runs piece number piece of update number index on the device. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
+/* Returns whether the plan runs on the device the piece that begins at element of arena, which an update of it names
+ * first. unit: elements of a piece. */
+bool gmi_tracer_unit_on_device(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit);
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
-from libgemini.torch import tensors
+from libgemini.torch import blocks as blocks_module, tensors
 
 VOCAB, WIDTH, BLOCKS, STEPS = 50, 64, 4, 5
 
@@ -267,6 +267,17 @@ def test_blocks_are_units_only_where_all_fits():
     assert not blocks().active
     counts = counted(lambda: step(model, optimizer, 1))
     assert counts["dispatched"] == 2 + 4 * BLOCKS
+
+
+def test_blocks_are_units_where_they_are_small_beside_the_device(monkeypatch):
+    """Two thirds of the model's data have to come and go."""
+    count = 24
+    block = sum(param.nbytes for param in Block(WIDTH).parameters())
+    for share, are_units in ((count // 2, True), (2 * count, False)):
+        monkeypatch.setattr(blocks_module, "SHARE_BESIDE", share)
+        alike(make=lambda: Net(count=count), device_memory=count * block)  # as much again are gradients, and momenta
+        assert blocks().active == are_units and sum(gm.stats()["moved_bytes"]["host to device"].values()) > 0
+        gm.close()
 
 
 def test_units_never_and_always():

@@ -98,6 +98,25 @@ def test_steps_that_are_not_clipped_take_over_all_of_it(session, dtype, micro):
     assert dropped <= speculated - committed
 
 
+@pytest.mark.parametrize("fraction", [0, 0.5, 1])
+def test_what_the_plan_updates_on_the_device_is_left_to_it(session, fraction):
+    """Its states stay there: they neither come to the host nor go back."""
+    computed = []
+
+    def program(loop):
+        for _ in range(8):
+            before = counts()[0]
+            loop.backward()
+            loop.step(1e9)
+            computed.append(counts()[0] - before)
+
+    options = {"placement": "static", "static_param_fraction": 1, "static_optim_fraction": fraction}
+    same_twice(session, program, device_memory="16MiB", **options)
+    for elements in computed[3:8]:
+        assert abs(elements - (1 - fraction) * ELEMENTS) <= ELEMENTS / 8
+    assert not any(computed[8:])
+
+
 def test_models_of_small_parameters_are_left_alone(session, monkeypatch):
     """Their calling thread would lose more time than overlap wins."""
 
@@ -240,7 +259,7 @@ def test_what_comes_between_is_seen(session, between):
                 between(loop)
             loop.step(1e9)
 
-    _, committed, dropped = same_twice(session, program)
+    _, committed, dropped = same_twice(session, program, placement="cpu")
     assert committed > ELEMENTS
     if between not in (evaluate, load_states):
         assert dropped > 0
@@ -255,7 +274,7 @@ def test_what_comes_between_is_seen_in_fp32(session, between):
                 between(loop)
             loop.step(1e9)
 
-    _, committed, dropped = same_twice(session, program, dtype=torch.float32)
+    _, committed, dropped = same_twice(session, program, dtype=torch.float32, placement="cpu")
     assert committed > ELEMENTS and dropped > 0
 
 

@@ -1,10 +1,11 @@
-"""Repeated blocks, whose parameters are acquired together where all of the model fits on the device.
+"""Repeated blocks, whose parameters are acquired together where all fits on the device, or blocks are small beside it.
 
-There nothing has to come and go, so what a use of a parameter costs is the calling thread's time alone: an operator, an
-acquire and a release for each function. A block has these once, in its forward and in its backward pass. Its parameters
-stay managed: a function that only reads them (tensors._PURE) is called at once, as long as the block runs; all other
-functions do what they always do. In the backward pass each node that such a function has made asks for the block, so
-that parts of it whose backward pass does not begin at the block's results find their parameters, too.
+There nothing has to come and go, or there is room for what does, so what a use of a parameter costs is the calling
+thread's time alone: an operator, an acquire and a release for each function. A block has these once, in its forward and
+in its backward pass. Its parameters stay managed: a function that only reads them (tensors._PURE) is called at once, as
+long as the block runs; all other functions do what they always do. In the backward pass each node that such a function
+has made asks for the block, so that parts of it whose backward pass does not begin at the block's results find their
+parameters, too.
 
 A block is a module in an nn.ModuleList, nn.ModuleDict or nn.Sequential that has another one of its class beside it, and
 at least LEAST parameters.
@@ -33,6 +34,7 @@ LEAST = 3  # parameters of a block: with fewer, there is nothing to save
 # Of the device budget: the most that one block's parameters may take. Gradients, states and what is fetched ahead have
 # to have room beside it.
 SHARE = 8
+SHARE_BESIDE = 32  # the same, where not all fits: while one block runs, others come and go
 WANTED = "auto", "always", "never"
 
 
@@ -134,6 +136,9 @@ class Blocks:
         self.found: dict[str, Block] = {}
         if session.units != "never" and not session.ranks:  # ranks: all have to acquire the same
             self.search(module, "")
+        self.largest = max(
+            (sum(place.size_bytes for place in block.places) for block in self.found.values()), default=0
+        )
 
     def search(self, module: nn.Module, name: str) -> None:
         """Finds blocks within a module, the outermost ones."""
@@ -204,13 +209,13 @@ class Blocks:
                 self.stop()
 
     def fits(self) -> bool:
-        """Whether all of the session's tensors, and the most that was allocated beside them, fit on the device."""
+        """Whether the blocks are small, or all of the session's tensors and what is allocated beside them have room."""
         lib, handle = self.session.lib, self.session.handle
         stats, tier = abi.Stats(), abi.TierStats()
         lib.stats(handle, stats)
         lib.tier_stats(handle, abi.TIER_DEVICE, tier)
         room = tier.budget_bytes - self.session.manager.config.device_margin_bytes
-        return bool(stats.model_bytes + stats.nonmodel_peak_bytes <= room)
+        return bool(self.largest * SHARE_BESIDE <= room or stats.model_bytes + stats.nonmodel_peak_bytes <= room)
 
     def stop(self) -> None:
         """Ends it for good: a loop that has it in some steps only would leave its plan again and again."""
