@@ -896,8 +896,9 @@ typedef struct gemini_update_s {
  *    smallest ones. What the call's range has of a unit only in part is not speculated, and is dropped when COMMIT's
  *    range has another part of it; the arenas' last unit ends with their last element.
  *  - Only units are speculated whose written chunks need no move: states that are read and written are on the host,
- *    and no chunk is pinned, acquired for writing, used by a graph, or waits for an update; and none that the plan
- *    updates on the device. Gradients are copied to the host. A reusing arena's gradients must all be written.
+ *    and no chunk is pinned, acquired for writing, used by a graph, or waits for an update; and none whose states are
+ *    on the device, too, where the plan updates them. Gradients are copied to the host. A reusing arena's gradients
+ *    must all be written.
  *  - Spare is host memory within the budget that nothing has used in this iteration nor in the one before. It counts
  *    as used, and is given back when anything else needs room; the unit that was speculated last is dropped first.
  *  - With a file tier nothing is speculated. Sharded arenas: GEMINI_ERR_UNSUPPORTED.

@@ -79,11 +79,13 @@ def rates(torch, cuda):
 def bound(rates, gpu, params, device_bytes, accumulate, clipped):
     """The time that a step takes at least, and why.
 
-    States that fit in the device's memory beside 16-bit parameters and what the passes need are updated there, the
-    others on the host, at the rate that its cores and its memory allow when nothing else uses them. That begins when
-    gradients are complete and ends before their parameters are used again. So beside it run, of the passes over
-    micro-batches, the last backward and the next forward one; where gradients are clipped, so that the norm of all of
-    them has to be known before, the forward one only. What does not fit beside them lengthens the step.
+    States that fit in the device's memory beside 16-bit parameters and what the passes need are updated there. The
+    others are updated on the host, at the rate that its cores and its memory allow when nothing else uses them,
+    while as many of them as the link can carry both ways, beside the gradients and parameters of the host's
+    updates, are updated on the device. That begins when gradients are complete and ends before their parameters are
+    used again. So beside it run, of the passes over micro-batches, the last backward and the next forward one;
+    where gradients are clipped, so that the norm of all of them has to be known before, the forward one only. What
+    does not fit beside them lengthens the step.
 
     Args:
         rates: From rates().
@@ -94,18 +96,19 @@ def bound(rates, gpu, params, device_bytes, accumulate, clipped):
         clipped: Whether gradients were clipped.
 
     Returns:
-        Seconds, and the name of what binds: "compute", or the name of a rate.
+        Seconds, and what binds: "compute", "host", "host and link" or "link".
     """
     free = max(0, device_bytes - 2 * params - gpu["work_bytes"])
     moved = max(0, params - free / STATE_BYTES)
-    needs = {"update": moved / rates["update"]}
+    seconds, binds = moved / rates["update"], "host"
     if "up" in rates:
+        link = min(rates["up"], rates["down"])
         away = max(0, params - max(0, device_bytes - gpu["work_bytes"]) / 2)  # parameters that come for each pass
-        needs["up"] = (2 * moved + 4 * away) / rates["up"]
-        needs["down"] = 2 * moved / rates["down"]
-    name = max(needs, key=needs.__getitem__)
+        carried = max(0, link - 2 * rates["update"]) / STATE_BYTES  # a second, beside the copies of the host's updates
+        seconds = (moved + 4 * away / STATE_BYTES) / (rates["update"] + carried)
+        seconds, binds = (
+            (seconds, "host and link") if carried else (max(seconds, (2 * moved + 4 * away) / link), "link")
+        )
     compute = gpu["value"]
     beside = compute / accumulate * (gpu["forward_share"] if clipped else 1)
-    if needs[name] <= beside:
-        return compute, "compute"
-    return compute - beside + needs[name], name
+    return (compute, "compute") if seconds <= beside else (compute - beside + seconds, binds)

@@ -134,6 +134,15 @@ static bool is_unit(const gmi_walk_t *k, const gmi_piece_t *p) {
   return (p->end % k->unit == 0 || last) && !gmi_piece_has_gaps(k, p);
 }
 
+/* Then what the plan updates on the device stays there. Other states would have to come for that, and go again. */
+static bool has_states_on_device(const gmi_walk_t *k, const gmi_piece_t *p) {
+  for (uint32_t i = 0; i < p->count; i++)
+    if (p->modes[i] == GEMINI_READ_WRITE && gmi_chunk_arena(k->m, p->chunks[i])->kind != GEMINI_KIND_PARAM &&
+        gmi_chunk_has(p->chunks[i], GMI_VALID_DEVICE))
+      return true;
+  return false;
+}
+
 /* Looks at all chunks before anything changes. *missing_out: slots that copies of gradients need. */
 static bool is_ready(gmi_walk_t *k, gmi_piece_t *p, uint32_t *written_out, uint32_t *missing_out) {
   *written_out = *missing_out = 0;
@@ -274,7 +283,7 @@ void gmi_speculate(gmi_walk_t *k, uint32_t stream) {
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end) {
     uint32_t written, missing;
     gmi_piece_at(k, at, end, &p);
-    if (m->trace.advice->unit_on_device(m, k->arenas[0]->index, at, k->unit)) continue;
+    if (has_states_on_device(k, &p) && m->trace.advice->unit_on_device(m, k->arenas[0]->index, at, k->unit)) continue;
     if (!is_ready(k, &p, &written, &missing)) continue;
     if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
     if (gmi_host_spare(m) < written + missing) break;

@@ -1369,3 +1369,17 @@ def traced():
         torch.jit.trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.ones(2, WIDTH)) for _ in range(24)
     ]
     return Named(nn.Sequential(*(Residual(layer) for layer in layers), *(nn.Linear(WIDTH, WIDTH) for _ in range(48))))
+
+
+def table() -> str:
+    """The table of docs/architectures.md: what test_architectures.py does with each architecture."""
+    done = ("train", "clip", "accumulate", "evaluate", "save", "load", "generate")
+    rows = [("architecture", "of", *done), ("---",) * (2 + len(done))]
+    for name, one in ARCHITECTURES.items():
+        marks = ("yes",) * (len(done) - 1) + ("yes" if one.generate else "",)
+        rows.append((f"`{name}`", one.library or "the tests", *marks))
+    return "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
+
+
+if __name__ == "__main__":
+    print(table(), end="")

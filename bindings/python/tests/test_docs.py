@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+import architectures
 import libgemini
 import libgemini.torch as gm
 import page
@@ -52,6 +53,11 @@ def test_page_names_what_there_is():
     keys = {name for row in re.findall(r"^\| (`.*?) \|", stats, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
     gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", chunk_size="64KiB")
     assert keys and keys <= set(gm.stats())
+
+
+def test_table_of_architectures_is_what_tests_do():
+    assert architectures.table() in (PAGE.parent / "architectures.md").read_text()
+    assert f"lists {len(architectures.ARCHITECTURES)} architectures" in PAGE.read_text()
 
 
 def test_p12_there_is_one_beginning():
