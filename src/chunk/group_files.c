@@ -365,18 +365,6 @@ gemini_status_t gmi_root_read(gmi_manager_t *m, const char *directories, const c
   return status;
 }
 
-/* After a failure to replace the root, which a network's file system may report of a rename that was done: is root the
- * one in force? *surely_out: what it says is known. */
-static bool root_is(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
-                    bool *surely_out) {
-  gmi_root_t now = { 0 };
-  const gemini_status_t status = gmi_root_read(m, directories, name, &now);
-  const bool same = !status && now.of_group && now.number == root->number && now.token == root->token;
-  *surely_out = !status || status == GEMINI_ERR_NOT_FOUND;
-  gmi_root_free(&now);
-  return same;
-}
-
 gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const char *name, const gmi_root_t *root,
                                bool *in_force_out) {
   const gmi_sys_t *sys = gmi_files_sys_of(m);
@@ -385,6 +373,7 @@ gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const 
   size_t size = 0;
   FILE *file = path && beside ? open_memstream(&text, &size) : NULL;
   gemini_status_t status = GEMINI_OK;
+  *in_force_out = false;
   if (file) {
     fprintf(file, "%s\nranks %u %" PRIu64 " %" PRIu64 "\n", ROOT_FIRST, root->parts, root->number, root->token);
     for (uint32_t i = 0; i < root->parts; i++) fprintf(file, "part %u %u\n", i, root->sums[i]);
@@ -395,16 +384,7 @@ gemini_status_t gmi_root_write(gmi_manager_t *m, const char *directories, const 
     const gmi_index_t x = {
       .block_bytes = SECTOR, .file_count = 1, .number = root->number, .blob = text, .blob_bytes = size
     };
-    status = gmi_index_write(sys, path, beside, &x);
-  }
-  *in_force_out = !status;
-  if (status && size) {
-    gmi_failure_t why;
-    bool surely;
-    gmi_fail_keep(status, &why);
-    const bool same = root_is(m, directories, name, root, &surely);
-    *in_force_out = same || !surely;
-    status = same ? GEMINI_OK : gmi_fail_again(&why);
+    status = gmi_index_write(sys, path, beside, &x, in_force_out);
   }
   if (!status) {
     directory = strdup(path);

@@ -100,7 +100,7 @@ static gemini_status_t include(gmi_store_t *s, const gmi_kept_t *kept, gmi_index
   return GEMINI_OK;
 }
 
-/* Ends a commit. in_force: the new index has been renamed into place, so its blocks are protected from now on. lasts:
+/* Ends a commit. in_force: the new index is in place, or may be, so its blocks are protected from now on. lasts:
  * the rename is durable, so the previous commit's blocks need no protection any more. */
 static void conclude(gmi_store_t *s, bool in_force, bool lasts) {
   pthread_mutex_lock(&s->lock);
@@ -161,9 +161,10 @@ static gemini_status_t make(gmi_store_t *s, gmi_index_t *x, const gmi_kept_t *bl
   }
   pthread_mutex_unlock(&s->lock);
   if (!status) status = sync_blocks(s);
-  if (!status) status = gmi_index_write(s->sys, s->index_path, s->index_beside, x);
+  bool in_force = false;
+  if (!status) status = gmi_index_write(s->sys, s->index_path, s->index_beside, x, &in_force);
   if (status) {
-    conclude(s, false, false);
+    conclude(s, in_force, false);
     return status;
   }
   s->index_there = true;

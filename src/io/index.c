@@ -151,12 +151,18 @@ static gemini_status_t read_file(const gmi_sys_t *sys, const char *path, int fd,
   return status;
 }
 
-gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out) {
+/* Opens a file of this library's for reading. Returns -errno on failure. */
+static int open_to_read(const gmi_sys_t *sys, const char *path) {
   int fd;
   do fd = sys->open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW, 0);
   while (fd < 0 && errno == EINTR);
-  if (fd < 0 && errno == ENOENT) return gmi_fail(GEMINI_ERR_NOT_FOUND, ENOENT, "index %s: there is none", path);
-  if (fd < 0) return failed("open", path, errno);
+  return fd < 0 ? -errno : fd;
+}
+
+gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out) {
+  const int fd = open_to_read(sys, path);
+  if (fd == -ENOENT) return gmi_fail(GEMINI_ERR_NOT_FOUND, ENOENT, "index %s: there is none", path);
+  if (fd < 0) return failed("open", path, -fd);
   gmi_index_t index = { 0 };
   gemini_status_t status = read_file(sys, path, fd, &index);
   sys->close(fd);
@@ -165,7 +171,25 @@ gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index
   return status;
 }
 
-gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index) {
+/* Compares the file with what was to take its place. *surely_out: whether that could be done. */
+static bool file_is(const gmi_sys_t *sys, const char *path, const uint8_t *bytes, uint64_t size, bool *surely_out) {
+  struct stat info;
+  const int fd = open_to_read(sys, path);
+  *surely_out = fd == -ENOENT;
+  if (fd < 0) return false;
+  uint8_t *now = malloc(size);
+  const bool sized = now && !sys->fstat(fd, &info);
+  bool same = sized && (uint64_t)info.st_size == size;
+  *surely_out = sized && (!same || !read_all(sys, fd, now, size, 0));
+  same = same && *surely_out && !memcmp(now, bytes, size);
+  free(now);
+  sys->close(fd);
+  return same;
+}
+
+gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index,
+                                bool *in_force_out) {
+  *in_force_out = false;
   uint64_t size = HEADER_BYTES + (uint64_t)index->entry_count * ENTRY_BYTES + index->blob_bytes + SUM_BYTES;
   uint8_t *bytes = calloc(1, size);
   if (!bytes) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "index %s: no memory for it", path);
@@ -202,7 +226,12 @@ gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const ch
   if (!error) what = "write", error = write_all(sys, fd, bytes, size);
   if (!error && sys->fsync(fd)) what = "sync", error = errno;
   if (fd >= 0 && sys->close(fd) && !error) what = "close", error = errno;
-  if (!error && sys->rename(beside, path)) what = "rename", error = errno;
+  if (!error) {
+    bool surely = true;
+    if (sys->rename(beside, path)) what = "rename", error = errno;
+    if (error && file_is(sys, path, bytes, size, &surely)) error = 0;
+    *in_force_out = !error || !surely;
+  }
   gmi_file_limit_end(&limit);
   free(bytes);
   if (!error) return GEMINI_OK;

@@ -49,6 +49,7 @@ static struct {
   atomic_int short_transfers, interruptions;
   int fake_type;
   bool unlink_at_lock;
+  bool rename_lies; /* a rename that fails with rename_error is done */
   bool hold_reads;
   sem_t reading, go_on;
   atomic_int reads, writes;
@@ -136,6 +137,7 @@ static inline int sim_fsync(int fd) {
   return error ? fail_with(error) : gmi_sys_real.fsync(fd);
 }
 static inline int sim_rename(const char *from, const char *to) {
+  if (sim.rename_lies) gmi_sys_real.rename(from, to);
   return sim.rename_error ? fail_with(sim.rename_error) : gmi_sys_real.rename(from, to);
 }
 

@@ -593,15 +593,16 @@ static void test_other_layouts_and_damaged_files_are_refused(void) {
   }
   /* an index that is right by itself, and not the one that was committed */
   char beside[410];
+  bool in_force;
   gmi_index_t index;
   find_file(".1.index", path);
   snprintf(beside, sizeof beside, "%s.new", path);
   CHECK_OK(gmi_index_read(&gmi_sys_real, path, &index));
   index.number++;
-  CHECK_OK(gmi_index_write(&gmi_sys_real, path, beside, &index));
+  CHECK_OK(gmi_index_write(&gmi_sys_real, path, beside, &index, &in_force));
   refused((node_shape_t){ 0 }, GEMINI_ERR_FORMAT, "but the checkpoint was made with one of");
   index.number--;
-  CHECK_OK(gmi_index_write(&gmi_sys_real, path, beside, &index));
+  CHECK_OK(gmi_index_write(&gmi_sys_real, path, beside, &index, &in_force));
   gmi_index_free(&index);
   static const char *const lost[] = { ".1.index", ".0.0.chunks" };
   for (int i = 0; i < 2; i++) {

@@ -197,6 +197,35 @@ static void test_commit_of_what_cannot_be_kept_is_refused(void) {
   end_and_remove(&w);
 }
 
+/* As a network's file system does that sends the request again. If the index cannot be read then, either commit may be in
+ * force, so the blocks of both stay protected. */
+static void test_a_rename_that_is_done_and_fails_loses_nothing(void) {
+  for (int blind = 0; blind < 2; blind++) {
+    world_t w = kept_world(1);
+    open_store(&w);
+    for (uint32_t i = 0; i < 6; i++) CHECK_OK(put(&w, take(&w), i));
+    CHECK_OK(commit(&w, 0, 3, "old"));
+    for (uint32_t i = 0; i < 3; i++) gmi_store_give(w.store, i);
+    sim.rename_lies = true;
+    sim.rename_error = EIO;
+    sim.read_error = blind ? EIO : 0;
+    CHECK_STATUS(commit(&w, 3, 3, "new"), blind ? GEMINI_ERR_IO : GEMINI_OK);
+    sim.rename_lies = false;
+    sim.rename_error = sim.read_error = 0;
+    for (uint32_t i = 3; i < 6; i++) gmi_store_give(w.store, i);
+    uint32_t block, taken = 0; /* of 12 */
+    while (!gmi_store_take(w.store, &block)) {
+      CHECK(block > 5 || (block < 3 && !blind));
+      CHECK_OK(put(&w, block, 77));
+      taken++;
+    }
+    CHECK_EQ(taken, blind ? 6 : 9);
+    reopen(&w);
+    check_committed(&w, 3, 3, "new");
+    end_and_remove(&w);
+  }
+}
+
 /* The steps of a commit fail one after the other; the old one stays in force, and the next one works. */
 static void test_commit_that_fails_leaves_the_one_before(void) {
   static const char *const says[] = { "could not sync", "could not make", "could not write", "could not sync",
@@ -700,6 +729,7 @@ int main(void) {
   RUN(test_blocks_of_the_last_commit_stay);
   RUN(test_commit_of_what_cannot_be_kept_is_refused);
   RUN(test_commit_that_fails_leaves_the_one_before);
+  RUN(test_a_rename_that_is_done_and_fails_loses_nothing);
   RUN(test_block_whose_sync_failed_must_be_written_again);
   RUN(test_commit_whose_directory_cannot_be_synced_holds_both);
   RUN(test_first_commit_whose_directory_cannot_be_synced);
