@@ -59,7 +59,8 @@ static bool build_accesses(builder_t *b, bool fill) {
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages + op->gathered, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
+    uint32_t pages = gmi_trace_pages(op->heap_pages + op->gathered + b->trace->headroom, gmi_frame_bytes(b->m),
+                                     b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *use = &b->trace->uses[s];

@@ -270,6 +270,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_tensor_state_set, mgr, bed.o[0], GEMINI_STATE_FREE);
   REFUSED(HANDLE, says, gemini_tensor_info, mgr, bed.o[0], &tensor_info);
   REFUSED(HANDLE, says, gemini_iteration_begin, mgr);
+  REFUSED(HANDLE, says, gemini_iteration_begin_with, mgr, 1);
   REFUSED(HANDLE, says, gemini_iteration_end, mgr);
   REFUSED(HANDLE, says, gemini_phase_set, mgr, GEMINI_PHASE_FORWARD);
   REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", GEMINI_STREAM_CALLER);
@@ -2372,6 +2373,7 @@ static void test_brackets_out_of_order_are_refused(void) {
   for (int round = 0; round < 3; round++) { /* without a plan, and under one */
     CHECK_OK(gemini_iteration_begin(mgr));
     REFUSED(STATE, "open", gemini_iteration_begin, mgr);
+    REFUSED(STATE, "open", gemini_iteration_begin_with, mgr, 1);
     REFUSED(STATE, "no operator", gemini_op_end, mgr);
     REFUSED(INVALID, "name is NULL", gemini_op_begin, mgr, NULL, bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, "", bed.w.stream);

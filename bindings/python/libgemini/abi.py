@@ -443,6 +443,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "tensor_state_set": [_M, _H, _U32],
     "tensor_info": [_M, _H, POINTER(TensorInfo)],
     "iteration_begin": [_M],
+    "iteration_begin_with": [_M, _U64],
     "iteration_end": [_M],
     "phase_set": [_M, _U32],
     "op_begin": [_M, c_char_p, _H],

@@ -640,13 +640,17 @@ class Manager:
         return out
 
     # ---- iterations, phases, operators
-    def iteration_begin(self) -> None:
-        """Begins an iteration, which is one training step.
+    def iteration_begin(self, label: int = 0) -> None:
+        """Begins an iteration, which is one training step, or another pass through the model.
+
+        Args:
+            label: Says of which sort the iteration is, where the program knows it: each sort is expected to be like
+                the ones of its label before, whatever came in between.
 
         Raises:
             GeminiError: Status "STATE": one is open.
         """
-        self.lib.iteration_begin(self.handle)
+        self.lib.iteration_begin_with(self.handle, label)
 
     def iteration_end(self) -> None:
         """Ends the iteration. After warm-up the plan is made here.
@@ -658,9 +662,13 @@ class Manager:
         self.lib.iteration_end(self.handle)
 
     @contextlib.contextmanager
-    def iteration(self) -> typing.Iterator[None]:
-        """A context manager: an iteration. An exception in it ends the iteration, too."""
-        self.iteration_begin()
+    def iteration(self, label: int = 0) -> typing.Iterator[None]:
+        """A context manager: an iteration. An exception in it ends the iteration, too.
+
+        Args:
+            label: As of iteration_begin().
+        """
+        self.iteration_begin(label)
         with _ends(self.iteration_end):
             yield
 
