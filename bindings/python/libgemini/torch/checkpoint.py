@@ -634,6 +634,45 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
                     value._gm_record.renew_master()
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    """A context manager: floating-point tensors are of this dtype where none is given."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def from_folder(session, folder, verify, progress):
+    """Builds the model that a folder's config.json names, frozen, with the weights of the folder's files."""
+    source = Folder(folder)
+    try:
+        import transformers
+    except ImportError:
+        raise GeminiError(
+            f"{folder} is a folder, whose model transformers builds, which is not installed: give a model"
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(source.path)
+    names = getattr(config, "architectures", None) or ["none"]
+    build = getattr(transformers, names[0], None)
+    if build is None:
+        raise GeminiError(
+            f"{source.file('config.json')} names the model {names[0]}, which transformers does not have: build the "
+            "model, and give that",
+            "NOT_FOUND",
+        )
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.get_default_dtype()
+    with _default_dtype(getattr(torch, dtype) if isinstance(dtype, str) else dtype), torch.device("meta"):
+        model = build(config)
+    model.requires_grad_(False)
+    if model.can_generate() and os.path.exists(source.file("generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source.path)
+    load_weights(session, model, source, verify, progress)
+    return model
+
+
 def load(session, folder, model, optimizer, verify, progress):
     """See libgemini.torch.load()."""
     states = ()
