@@ -314,6 +314,8 @@ def test_training_is_refused(session):
     assert not loss.requires_grad
     with pytest.raises(gm.GeminiError, match=r"infer\(\) keeps the weights of LlamaForCausalLM only.*call prepare\(\)"):
         loss.backward()
+    states = torch.zeros(1, 8, 64, requires_grad=True)
+    assert not model(inputs_embeds=states).logits.requires_grad
     with pytest.raises(gm.GeminiError, match=r"given to infer\(\), which keeps weights only"):
         gm.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(gm.GeminiError, match="has a module that was"):
