@@ -254,6 +254,38 @@ def test_nothing_is_read_that_is_not_there(session):
     assert torch.equal(generate(model, prompt(1, 8)), want)
 
 
+def test_experts_come_as_the_router_chooses(session):
+    """Each pass chooses other experts, so no plan serves it for long; the tokens are torch's."""
+
+    def made():
+        model = tiny("mixtral").eval()
+        model.config.use_cache = True
+        model.set_experts_implementation("eager")
+        return model
+
+    want = generate(made(), prompt(1, 8).remainder(160))
+    session(share_of(made(), 0.4))
+    model = gm.infer(made())
+    assert torch.equal(generate(model, prompt(1, 8).remainder(160)), want)
+    assert moved("device to host") == 0
+
+
+def test_weights_can_be_loaded_anew(session, tmp_path):
+    first, second = llama(0), llama(1)
+    second.save_pretrained(tmp_path)
+    want = [generate(one, prompt(1, 8)) for one in (first, second)]
+    session(share_of(first, 0.3))
+    model = gm.infer(llama(0))
+    texts = [generate(model, prompt(1, 8))]
+    model.load_state_dict(second.state_dict())
+    texts.append(generate(model, prompt(1, 8)))
+    model.load_state_dict(first.state_dict())
+    texts.append(generate(model, prompt(1, 8)))
+    gm.load_weights(model, tmp_path)
+    texts.append(generate(model, prompt(1, 8)))
+    same_bits(texts, want + want)
+
+
 # ---- where weights come from
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_folders(session, tmp_path, dtype):
