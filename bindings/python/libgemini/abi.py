@@ -467,6 +467,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "host_free": [_M, c_void_p],
     "zero": [_M, c_void_p],
     "load": [_M, c_void_p, ctypes.c_int, _U64],
+    "borrow": [_M, c_void_p, ctypes.c_int, _U64],
     "store": [_M, c_void_p, ctypes.c_int, _U64],
     "norm": [_M, c_void_p, _U32, _H, POINTER(c_double)],
     "update": [_M, POINTER(Update)],

@@ -1081,6 +1081,22 @@ class Manager:
         """
         self.lib.load(self.handle, self._accesses([range]), _descriptor(file), file_offset)
 
+    def borrow(self, range: Range, file: _File, file_offset: int = 0) -> None:
+        """Makes a range have the bytes of a file without reading them: they are read when they are wanted.
+
+        The file must stay as it is. Bytes that are written leave it for good.
+
+        Args:
+            range: What gets the bytes.
+            file: A regular file that is open for reading, or its descriptor. It may be closed afterwards.
+            file_offset: Bytes from the file's beginning.
+
+        Raises:
+            GeminiError: Status "FORMAT": the file ends early, or was changed since ranges were borrowed from it.
+                "BUSY": a part of the range is acquired. Where a part has to be loaded, also those of load().
+        """
+        self.lib.borrow(self.handle, self._accesses([range]), _descriptor(file), file_offset)
+
     def store(self, range: Range, file: _File, file_offset: int = 0) -> None:
         """Writes a range to a file, from wherever its newest bytes are. Blocks.
 

@@ -318,16 +318,54 @@ def test_a_model_that_was_built_in_the_session(session):
     assert [kind for kind, *_ in gm.session().arenas.handles] == ["param"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("host", [0.4, 1.2])
+def test_weights_stay_in_their_files(session, tmp_path, host, dtype):
+    """With less host memory than weights these are read where they lie, again and again; with more they are read once.
+    Nothing is written, and there is no file tier. In 16 bits, a weight of another dtype is converted, and stays on the
+    host, or comes back there."""
+    model = llama(layers=6).to(dtype)
+    converts = dtype == torch.bfloat16
+    if converts:
+        model.lm_head.double()
+    model.save_pretrained(tmp_path, max_shard_size="700KB")
+    model.lm_head.to(dtype)
+    want = generate(model, prompt(1, 8))
+    session(share_of(model, 0.2), host_memory=share_of(model, host))
+    model = gm.infer(tmp_path, in_place=None if host < 1 else True)
+    assert moved("file to host") <= (CHUNK if converts else 0)  # which it shares with another weight
+    texts = []
+    for _ in range(2):
+        before = moved("file to host")
+        texts.append(generate(model, prompt(1, 8)))
+        texts[-1] = moved("file to host") - before, texts[-1]
+    assert all(torch.equal(text, want) for _, text in texts)
+    (first, _), (second, _) = texts
+    if host < 1:
+        assert second > weights(model)
+    else:
+        assert 0 < first <= weights(model) + CHUNK and second == 0
+    assert moved("host to file") == 0 and (converts or moved("device to host") == 0)
+    assert gm.stats()["departures"] == 0
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"")  # as a program that writes into the file does
+    if host < 1:
+        with pytest.raises(gm.GeminiError, match="was changed since a range of it was borrowed"):
+            generate(model, prompt(1, 8))
+    else:
+        assert torch.equal(generate(model, prompt(1, 8)), want)
+
+
 def test_weights_in_files_are_written_once(session, tmp_path):
-    """With less host memory than weights they lie in the session's files: written while they are loaded, then only
-    read."""
+    """Weights that come from elsewhere, with less host memory than they have, lie in the session's files: written once,
+    then only read."""
     model = llama()
     want = generate(model, prompt(1, 8))
     model.save_pretrained(tmp_path / "weights")
     session(
         share_of(model, 0.3), host_memory=share_of(model, 0.4), file=tmp_path, file_memory=weights(model) + 8 * CHUNK
     )
-    model = gm.infer(tmp_path / "weights")
+    model = gm.infer(tmp_path / "weights", in_place=False)
     assert weights(model) <= moved("host to file") <= weights(model) + CHUNK
     gm.stats_reset()
     for _ in range(2):

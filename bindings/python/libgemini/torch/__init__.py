@@ -349,14 +349,20 @@ def _take(owner: Session, model: _torch.nn.Module, weights_only: bool) -> _model
 
 
 @_typing.overload
-def infer(model: _Module, *, verify: bool = True, progress: bool | None = None) -> _Module: ...
+def infer(
+    model: _Module, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _Module: ...
 
 
 @_typing.overload
-def infer(model: _Path, *, verify: bool = True, progress: bool | None = None) -> _typing.Any: ...
+def infer(
+    model: _Path, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _typing.Any: ...
 
 
-def infer(model: _typing.Any, *, verify: bool = True, progress: bool | None = None) -> _typing.Any:
+def infer(
+    model: _typing.Any, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _typing.Any:
     """Moves a model's weights into the session, for inference.
 
     There are weights only: no gradients, no optimizer states. Parameters are frozen, and as nothing changes them, they
@@ -365,6 +371,8 @@ def infer(model: _typing.Any, *, verify: bool = True, progress: bool | None = No
     Args:
         model: A model, as of prepare(); or a folder that transformers or save() wrote, whose model is built and gets
             its weights from the files straight to where they will live.
+        in_place: For a folder: whether weights stay in its files, which must not change, until they are wanted, and
+            are read again when they have left the host. None: if the host has no room for all.
         verify: For a folder: compare checksums first, if it has any, which reads all bytes once more.
         progress: For a folder: as of init(). None: what init() was given.
 
@@ -379,7 +387,7 @@ def infer(model: _typing.Any, *, verify: bool = True, progress: bool | None = No
     owner = session()
     if not isinstance(model, _torch.nn.Module):
         show = owner.progress if progress is None else progress
-        model = _checkpoint.from_folder(owner, model, verify, show)
+        model = _checkpoint.from_folder(owner, model, verify, show, in_place)
     elif any(one.module is model and not one.weights_only for one in owner.models):
         raise GeminiError(
             f"the {type(model).__name__} was given to prepare(), so it may have gradients: call infer() in place of "

@@ -156,7 +156,7 @@ class Record:
 
     def allocate(self, shape, dtype, stride=None):
         """Takes a place, which reads as zero. become_managed() then gives it to the parameter."""
-        kind = "param" if self.param.requires_grad else "frozen"
+        kind = "param" if self.param.requires_grad else self.session.arenas.frozen
         self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
 
     def become_managed(self):
