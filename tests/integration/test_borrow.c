@@ -155,6 +155,23 @@ static void test_borrow_refusals_change_nothing(void) {
   world_close(&w);
 }
 
+/* Borrowed bytes take no room in the file tier, so they do not leave their files when that becomes smaller. */
+static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
+  int fd = file_of(8 * CHUNK);
+  world_t w = world_open(world_config(2, 3, 4));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 8 * CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0);
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  CHECK(reads_file(&w, t, 0, 3 * CHUNK, 0, HOST)); /* these have copies on the host now */
+  CHECK_EQ(world_stats(&w).used_bytes[FILES], 0);
+  OK(gemini_budget_set(w.mgr, FILES, 0));
+  for (int round = 0; round < 2; round++) CHECK(reads_file(&w, t, 0, 8 * CHUNK, 0, HOST));
+  CHECK_EQ(moved(&w, LINK_H2F), 0);
+  close(fd);
+  world_close(&w);
+}
+
 /* A checkpoint has bytes of its own of what was borrowed. */
 static void test_a_checkpoint_of_borrowed_bytes_is_whole(void) {
   int fd = file_of(4 * CHUNK);
@@ -244,6 +261,7 @@ int main(void) {
   RUN(test_borrowed_weights_under_a_plan);
   RUN(test_a_file_that_changes_is_not_read);
   RUN(test_borrow_refusals_change_nothing);
+  RUN(test_borrowed_bytes_are_not_in_the_file_tier);
   RUN(test_a_checkpoint_of_borrowed_bytes_is_whole);
   RUN(test_random_calls_have_the_bytes_of_one_array);
   return check_done();
