@@ -158,16 +158,20 @@ static void test_borrow_refusals_change_nothing(void) {
 /* Borrowed bytes take no room in the file tier, so they do not leave their files when that becomes smaller. */
 static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
   int fd = file_of(8 * CHUNK);
-  world_t w = world_open(world_config(2, 3, 4));
+  world_t w = world_open(world_config(2, 4, 4));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
-  gemini_tensor_t t = world_tensor(&w, arena, "t", 8 * CHUNK);
-  gemini_access_t all = world_whole(t, 0, 0);
+  gemini_arena_t states = world_arena(&w, GEMINI_KIND_OTHER, 1, "states", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 8 * CHUNK), state = world_tensor(&w, states, "s", CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0), down = world_whole(state, 0, FILES);
   OK(gemini_borrow(w.mgr, &all, fd, 0));
+  world_fill(&w, state, 0, CHUNK, HOST, 9);
+  OK(gemini_move(w.mgr, &down, 1));
+  CHECK(world_holds(&w, state, 0, CHUNK, 9));
   CHECK(reads_file(&w, t, 0, 3 * CHUNK, 0, HOST)); /* these have copies on the host now */
-  CHECK_EQ(world_stats(&w).used_bytes[FILES], 0);
+  CHECK_EQ(world_stats(&w).used_bytes[FILES], CHUNK);
   OK(gemini_budget_set(w.mgr, FILES, 0));
   for (int round = 0; round < 2; round++) CHECK(reads_file(&w, t, 0, 8 * CHUNK, 0, HOST));
-  CHECK_EQ(moved(&w, LINK_H2F), 0);
+  CHECK_EQ(moved(&w, LINK_H2F), CHUNK);
   close(fd);
   world_close(&w);
 }
