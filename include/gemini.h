@@ -787,14 +787,14 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
-/** Makes a range have the bytes of a file without reading them: they are read when they are wanted, and stay in the file
- *  otherwise, which is the tier below the host for them, without a budget or a copy. So what is only read, as the
+/** Makes a range have the bytes of a file without reading them: they are read when they are wanted, and stay in the
+ *  file otherwise, which is the tier below the host for them, without a budget or a copy. So what is only read, as the
  *  weights of a model that generates text, takes no more host memory than there is, and none of the file tier; what is
  *  written leaves the file for good. Where the range ends inside a chunk that has other bytes elsewhere, the part in
  *  that chunk is loaded. The file is read through the page cache, as often as chunks return to the host.
  *
- *  The file must stay as it is, as long as ranges have its bytes. A file that was replaced under its name does; one that
- *  has another size or time of modification is not read any more: uses of the range fail with GEMINI_ERR_FORMAT.
+ *  The file must stay as it is, as long as ranges have its bytes. A file that was replaced under its name does; one
+ *  that has another size or time of modification is not read any more: uses of the range fail with GEMINI_ERR_FORMAT.
  *  @param access  object and range; mode and tier are ignored
  *  @param fd  a regular file; it may be closed afterwards. At most 256 files are borrowed by a manager
  *  @param fd_offset  byte offset in the file; of any alignment

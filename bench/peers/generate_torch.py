@@ -7,10 +7,13 @@ Accelerate's offloading, and with all on the GPU, side by side.
 Each system and budget runs in a process of its own, one after another. bf16, random weights, the same in each; greedy,
 so that all generate the same tokens where their kernels are the same (tokens_hash). Two texts are generated, of which
 the second one is timed. bound_seconds is what a token takes at least: the bytes that each token reads and that do not
-fit into device-mem, at the rate of a plain copy from page-locked memory, measured in the same run. Without arguments it
-takes about four minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated device:
+fit into device-mem, at the rate of a plain copy from page-locked memory, measured in the same run. Of a mixture of
+experts each token reads two experts in each block, others from token to token. Without arguments it takes about four
+minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated device:
 
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 512KiB,256KiB --tokens 8
+  generate_torch.py --device cpu --size mixtral-tiny --vocabulary 512 --sample --system gemini --tokens 100 \\
+      --device-mem 180MiB,120MiB,80MiB,40MiB
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,12 +26,15 @@ import sys
 import time
 import zlib
 
-SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values
-    "tiny": (64, 160, 3, 4, 4),
-    "125m": (768, 2048, 12, 12, 12),
-    "1.3b": (2048, 5504, 24, 16, 16),
-    "7b": (4096, 11008, 32, 32, 32),
-    "13b": (5120, 13824, 40, 40, 40),
+SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, experts (two for each token)
+    "tiny": (64, 160, 3, 4, 4, 0),
+    "125m": (768, 2048, 12, 12, 12, 0),
+    "1.3b": (2048, 5504, 24, 16, 16, 0),
+    "7b": (4096, 11008, 32, 32, 32, 0),
+    "13b": (5120, 13824, 40, 40, 40, 0),
+    "mixtral-tiny": (256, 896, 16, 8, 2, 8),
+    "mixtral-8b": (2048, 7168, 16, 16, 4, 8),
+    "mixtral": (4096, 14336, 32, 32, 8, 8),
 }
 SYSTEMS = "gemini", "accelerate", "gpu"
 TILE = 1 << 22  # random numbers that the weights repeat: to draw billions takes minutes
@@ -43,6 +49,7 @@ arguments.add_argument("--prompt", type=int, default=128, help="tokens of the pr
 arguments.add_argument("--batch", type=int, default=1)
 arguments.add_argument("--tokens", type=int, default=32, help="that are generated in each text")
 arguments.add_argument("--vocabulary", type=int, default=32000)
+arguments.add_argument("--sample", action="store_true", help="draw tokens, as the greedy ones of random weights repeat")
 arguments.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="of keys and values")
 arguments.add_argument("--host-mem", default=None, help="of gemini; left out: the weights and 2 GiB")
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
@@ -57,8 +64,10 @@ options = arguments.parse_args()
 
 def make(torch, transformers):
     """The model, on the CPU."""
-    width, inner, blocks, heads, key_heads = SIZES[options.size]
-    config = transformers.LlamaConfig(
+    width, inner, blocks, heads, key_heads, experts = SIZES[options.size]
+    more = {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
+    kind, of = ("MixtralConfig", "MixtralForCausalLM") if experts else ("LlamaConfig", "LlamaForCausalLM")
+    config = getattr(transformers, kind)(
         vocab_size=options.vocabulary,
         hidden_size=width,
         intermediate_size=inner,
@@ -68,10 +77,13 @@ def make(torch, transformers):
         max_position_embeddings=max(2048, options.prompt + options.tokens),
         eos_token_id=None,
         pad_token_id=0,
+        **more,
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = getattr(transformers, of)(config)
+    if experts:
+        model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
     torch.set_default_dtype(torch.float32)
     model.to_empty(device="cpu").requires_grad_(False).eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has a buffer that is computed
@@ -114,6 +126,7 @@ def main():
     model = make(torch, transformers)
     weights = sum(param.nbytes for param in model.parameters())
     needed = weights - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
+    needed -= sum(param.nbytes for name, param in model.named_parameters() if "experts" in name) * 3 // 4
     made = time.perf_counter()
     if options.system == "gpu":
         rate = link_rate(torch, device)
@@ -128,7 +141,7 @@ def main():
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
             room = max(limit - libgemini.parse_bytes(options.reserve), 0)
             budgets = {device.index: room, "cpu": 4 * weights}
-            kinds = ["LlamaDecoderLayer"]
+            kinds = ["LlamaDecoderLayer", "MixtralDecoderLayer"]
             where = accelerate.infer_auto_device_map(model, max_memory=budgets, no_split_module_classes=kinds)
             model = accelerate.dispatch_model(model, where, main_device=device)
         else:
@@ -164,6 +177,7 @@ def main():
         1, options.vocabulary, (options.batch, options.prompt), generator=torch.Generator().manual_seed(2)
     ).to(device)
     texts = []
+    torch.manual_seed(3)
     for text in range(2):
         if gm and text:
             gm.stats_reset()
@@ -176,7 +190,7 @@ def main():
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=options.tokens,
-            do_sample=False,
+            do_sample=options.sample,
             stopping_criteria=transformers.StoppingCriteriaList([token_made]),
             disable_compile=True,
             **({"cache_implementation": "static"} if options.cache == "static" else {}),
@@ -206,6 +220,7 @@ def main():
         "cold_first_token_seconds": first["first"],
         "departures": second["departures"],
         "departures_first_text": first["departures"],
+        "needed_bytes": needed,
         "weight_bytes": weights,
         "missing_bytes": missing,
         "link_bytes_per_s": rate,
@@ -230,6 +245,8 @@ def main():
             evicted_bytes=sum(stats["moved_bytes"]["device to host"].values()),
             predicted_sec_per_token=stats["predicted_step_ns"] / 1e9,
             stall_seconds_per_token=stats["stall_ns"] / 1e9 / passes,
+            # Of the chunks that operators wanted, those that were on the device or on their way.
+            hit_share=stats["acquire_hits"] / max(1, stats["acquire_hits"] + stats["acquire_misses"]),
             chunk_bytes=stats["chunk_bytes"],
             plans=stats["plans"],
         )

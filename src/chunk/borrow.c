@@ -1,10 +1,10 @@
 /* gemini_borrow(): chunks whose lowest copy lies in a file of the caller's, which is only read.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A borrowed block (io/borrowed.h) is a chunk's copy in the file tier like any other: the chunk is read from it when its
- * bytes are wanted, leaves the tiers above without a copy, and gives the block up when it is written. A chunk that has
- * other bytes beside those of the range, somewhere else than in borrowed files, cannot have such a block. That can be
- * the first and the last chunk of a range: the part of the range in them is loaded. */
+ * A borrowed block (io/borrowed.h) is a chunk's copy in the file tier like any other: the chunk is read from it when
+ * its bytes are wanted, leaves the tiers above without a copy, and gives the block up when it is written. A chunk that
+ * has other bytes beside those of the range, somewhere else than in borrowed files, cannot have such a block. That can
+ * be the first and the last chunk of a range: the part of the range in them is loaded. */
 #include <errno.h>
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
 /* Borrowed blocks: their files, their pieces, and requests to read them. SPDX-License-Identifier: Apache-2.0
  *
- * A request becomes one request of the engine for each piece, in a record of its own (gmi_borrowed_read_t), so that the block
- * may be given back meanwhile. The last one that ends calls done.
+ * A request becomes one request of the engine for each piece, in a record of its own (gmi_borrowed_read_t), so that
+ * the block may be given back meanwhile. The last one that ends calls done.
  *
  * Descriptors are opened and closed between gmi_fork_hold() and gmi_fork_let(), as in blockfile.c. */
 #include "io/borrowed.h"

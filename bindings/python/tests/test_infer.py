@@ -405,6 +405,8 @@ def test_training_is_refused(session):
 
 def test_folders_that_are_refused(session, tmp_path):
     session("2MiB")
+    with pytest.raises(gm.GeminiError, match="in_place is for folders"):
+        gm.infer(llama(layers=1, hidden=64), in_place=True)
     with pytest.raises(gm.GeminiError, match="no checkpoint"):
         gm.infer(tmp_path / "none")
     model = llama(layers=2, hidden=64)

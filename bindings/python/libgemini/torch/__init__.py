@@ -388,6 +388,8 @@ def infer(
     if not isinstance(model, _torch.nn.Module):
         show = owner.progress if progress is None else progress
         model = _checkpoint.from_folder(owner, model, verify, show, in_place)
+    elif in_place is not None:
+        raise GeminiError("in_place is for folders: the weights of a model are where it has them", "INVALID")
     elif any(one.module is model and not one.weights_only for one in owner.models):
         raise GeminiError(
             f"the {type(model).__name__} was given to prepare(), so it may have gradients: call infer() in place of "

@@ -310,7 +310,7 @@ class Arenas:
         most = max(dtype.itemsize for dtype in DTYPES)
         self.models_apart += 1
         self.frozen = f"frozen in {self.models_apart}"
-        self.capacity = sum(-(-size // ALIGNMENT) * ALIGNMENT * most for size in sizes)
+        self.capacity = sum(-(-max(1, size) // ALIGNMENT) * ALIGNMENT * most for size in sizes)
         try:
             yield
         finally:
