@@ -545,7 +545,9 @@ GEMINI_API gemini_status_t gemini_tensor_info(gemini_manager_t mgr, gemini_tenso
  *  their order, and what each acquires and allocates. From the record it makes a plan: which chunks to fetch and to
  *  evict before which operator. An iteration that departs from its plan is served on demand and gets a plan of its own.
  *  Passes of other kinds, such as an evaluation (a forward pass alone), are iterations, too: each kind gets a plan of
- *  its own. What is acquired outside iterations is served on demand and not recorded.
+ *  its own. Iterations that write no bytes of arenas, such as the tokens of a generated text, count as one kind while
+ *  their allocations differ by less than a 64th of the device budget from those seen before: a cache may grow from one
+ *  to the next. What is acquired outside iterations is served on demand and not recorded.
  *  Brackets may be set from any thread, one at a time.
  *  @{ */
 enum { GEMINI_PHASE_NONE = 0, GEMINI_PHASE_FORWARD = 1, GEMINI_PHASE_BACKWARD = 2, GEMINI_PHASE_UPDATE = 3 };
@@ -553,6 +555,13 @@ enum { GEMINI_PHASE_NONE = 0, GEMINI_PHASE_FORWARD = 1, GEMINI_PHASE_BACKWARD = 
  *  @retval GEMINI_ERR_STATE  an iteration is open already
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) GEMINI_MUST_CHECK;
+/** Begins an iteration and says of which sort it is, where a program knows that: a training step or an evaluation, a
+ *  prompt or the next token, the one or the other model. An iteration is expected to be like earlier ones of its label,
+ *  and is compared with those alone, so that iterations of several labels may follow each other in any order.
+ *  @param label  any number; 0 is the label of gemini_iteration_begin()
+ *  @retval GEMINI_ERR_STATE  an iteration is open already
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_iteration_begin_with(gemini_manager_t mgr, uint64_t label) GEMINI_MUST_CHECK;
 /** Ends the iteration. If warm-up ends with it, or it departed from what was known, the next plan is made here. While
  *  an iteration is still being learned (in warm-up, or after a departure), the call blocks until its operators' work is
  *  done.
@@ -778,6 +787,25 @@ GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access_t *access, int fd, uint64_t fd_offset)
     GEMINI_MUST_CHECK;
+/** Makes a range have the bytes of a file without reading them: they are read when they are wanted, and stay in the
+ *  file otherwise, which is the tier below the host for them, without a budget or a copy. So what is only read, as the
+ *  weights of a model that generates text, takes no more host memory than there is, and none of the file tier; what is
+ *  written leaves the file for good. Where the range ends inside a chunk that has other bytes elsewhere, the part in
+ *  that chunk is loaded. The file is read through the page cache, as often as chunks return to the host.
+ *
+ *  The file must stay as it is, as long as ranges have its bytes. A file that was replaced under its name does; one
+ *  that has another size or time of modification is not read any more: uses of the range fail with GEMINI_ERR_FORMAT.
+ *  @param access  object and range; mode and tier are ignored
+ *  @param fd  a regular file; it may be closed afterwards. At most 256 files are borrowed by a manager
+ *  @param fd_offset  byte offset in the file; of any alignment
+ *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it; nothing changed
+ *  @retval GEMINI_ERR_IO  the file cannot be opened for reading; nothing changed
+ *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, pinned to the device, or being loaded; nothing changed
+ *  @retval GEMINI_ERR_STATE  a gradient has taken bytes of the range
+ *  @retval GEMINI_ERR_UNSUPPORTED  the arena is sharded, or file_engine asks for an engine that does not work
+ *  Where a part is loaded, also what gemini_load() returns, with the rest borrowed. Since: 0.1 */
+GEMINI_API gemini_status_t gemini_borrow(gemini_manager_t mgr, const gemini_access_t *access, int fd,
+                                         uint64_t fd_offset) GEMINI_MUST_CHECK;
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.
  *  @retval GEMINI_ERR_STATE  the range is of a parameter whose bytes its gradient has taken, or the other way round; a
  *           range of an arena is written as it is
@@ -981,7 +1009,8 @@ typedef struct gemini_stats_s {
   uint64_t planned_fetch_bytes; /* a step's fetches under the plan in force */
   uint64_t planned_evict_bytes; /* a step's write-backs under the plan in force */
   uint64_t op_peak_error_bytes; /* largest difference of predicted and actual non-model peak of an op, over all ops
-                                    that began under a plan since the last gemini_stats_reset() */
+                                    that began under a plan since the last gemini_stats_reset(); of iterations that
+                                    write nothing, only what was above the prediction */
   uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
   uint64_t host_alloc_bytes;    /* live, of gemini_host_alloc() */
   uint64_t speculated_elements; /* whose new values were begun by GEMINI_UPDATE_SPECULATE */

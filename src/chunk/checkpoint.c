@@ -22,6 +22,7 @@
 #include "chunk/update.h"
 #include "core/manager.h"
 #include "core/workers.h"
+#include "io/borrowed.h"
 #include "io/store.h"
 
 enum { WRITES_AT_ONCE = 64 };
@@ -98,7 +99,9 @@ static gemini_status_t write_chunks(gmi_manager_t *m) {
   while (wait_transfers(m, 0)) gmi_log(m, GEMINI_LOG_WARNING, "%s", gmi_fail_message());
   arena = index = 0;
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
-    bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) && gmi_store_is_suspect(m->file.store, gmi_chunk_block(c));
+    const uint32_t block = gmi_chunk_block(c);
+    bool suspect = gmi_chunk_has(c, GMI_VALID_FILE) &&
+                   (gmi_block_is_borrowed(block) || gmi_store_is_suspect(m->file.store, block));
     if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_FILE) && !suspect) continue;
     status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
     if (status) break;
@@ -121,7 +124,7 @@ static gemini_status_t commit_chunks(gmi_manager_t *m, const void *blob, uint64_
   gemini_status_t status = kept ? GEMINI_OK : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a checkpoint");
   for (gmi_chunk_t *c; !status && (c = next_chunk(m, &arena, &index));) {
     if (gmi_chunk_has(c, GMI_VALID_ZERO)) continue;
-    if (!gmi_chunk_has(c, GMI_VALID_FILE))
+    if (!gmi_chunk_has(c, GMI_VALID_FILE) || gmi_block_is_borrowed(gmi_chunk_block(c)))
       status = gmi_fail(GEMINI_ERR_BUSY, 0, "chunk %u of arena %s changed during the checkpoint", c->index,
                         gmi_chunk_arena(m, c)->name);
     kept[count++] = (gmi_kept_t){ .block = gmi_chunk_block(c), .key = chunk_key(c) };

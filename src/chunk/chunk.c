@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "chunk/arena.h"
+#include "io/borrowed.h"
 
 /* ---- invariants */
 /* Invariants that hold after every single change, also within a call. */
@@ -82,7 +83,7 @@ void gmi_balance_check(gmi_manager_t *m) {
       frames += c->frame_ != GMI_NONE;
       gathered += c->frame_ != GMI_NONE && gmi_arena_is_sharded(a);
       slots += c->slot_ != GMI_NONE;
-      blocks += c->block_ != GMI_NONE;
+      blocks += c->block_ != GMI_NONE && !gmi_block_is_borrowed(c->block_);
     }
   }
   for (uint32_t i = 0; i < m->frames.capacity; i++) used_frames += m->frames.at[i].chunk != NULL;
@@ -402,12 +403,12 @@ uint32_t gmi_chunk_departed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, 
 static void block_set(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
   GMI_ASSERT(c->block_ == GMI_NONE);
   c->block_ = block;
-  m->check.blocks_held++;
+  m->check.blocks_held += !gmi_block_is_borrowed(block);
 }
 static uint32_t block_take(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t block = c->block_;
   c->block_ = GMI_NONE;
-  m->check.blocks_held -= block != GMI_NONE;
+  m->check.blocks_held -= block != GMI_NONE && !gmi_block_is_borrowed(block);
   return block;
 }
 uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {

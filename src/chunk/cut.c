@@ -210,7 +210,7 @@ static bool recut_possible(gmi_manager_t *m, uint64_t chunk_bytes) {
   gmi_sizes_t new = gmi_sizes_of(m, chunk_bytes);
   uint64_t need = 0;
   if (new.slot_bytes != chunk_bytes || gmi_slot_bytes(m) != gmi_chunk_bytes(m)) return false;
-  if (m->config.chunk_bytes || m->file.store || m->graphs.count || gmi_host_allocs(m) ||
+  if (m->config.chunk_bytes || m->file.store || m->file.borrowed || m->graphs.count || gmi_host_allocs(m) ||
       (m->nonmodel.heap && gmi_heap_blocks_used(m->nonmodel.heap)))
     return false;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {

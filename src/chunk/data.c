@@ -361,8 +361,7 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_chunk_t *c, bo
   return GEMINI_OK;
 }
 
-/* A tensor that a load has written, even in part, goes from FREE to HOLD, as after an update. */
-static void not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+void gmi_tensor_not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   uint64_t word = atomic_load(&t->word);
   (void)m;
   (void)user;
@@ -459,8 +458,8 @@ static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int 
     if (!write_file) {
       gmi_chunk_host_wrote(m, c);
       if (done)
-        gmi_arena_each(m, gmi_arena_at(m, t->named->index), t->named_offset + (begin - r->offset), done, not_free,
-                       NULL);
+        gmi_arena_each(m, gmi_arena_at(m, t->named->index), t->named_offset + (begin - r->offset), done,
+                       gmi_tensor_not_free, NULL);
     }
   }
   if (!write_file) load_end(m, r, (uint64_t)r->last - r->first + 1);

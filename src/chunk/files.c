@@ -21,6 +21,7 @@
 #include "chunk/residency.h"
 #include "core/manager.h"
 #include "core/workers.h"
+#include "io/borrowed.h"
 #include "io/store.h"
 
 /* A transfer. Created by transfer(), freed by reap_one(); a failed read stays in the chunk's record until a caller has
@@ -43,7 +44,7 @@ const struct gmi_sys *gmi_files_sys;
 
 static uint32_t budget_blocks(const gmi_manager_t *m, uint64_t bytes) {
   uint64_t count = bytes / gmi_block_bytes(m);
-  return count < GMI_BLOCK_NONE ? (uint32_t)count : GMI_BLOCK_NONE - 1;
+  return count < GMI_BLOCK_BORROWED ? (uint32_t)count : GMI_BLOCK_BORROWED - 1;
 }
 
 uint32_t gmi_files_engine_wanted(const gmi_manager_t *m) {
@@ -74,7 +75,7 @@ gemini_status_t gmi_files_open(gmi_manager_t *m) {
   /* Reserve the space now, so that a missing or full directory fails the open. The chunk size may not be known yet: the
    * smallest one stands in, and gmi_files_cut() opens the store again with the right size. */
   uint64_t block = gmi_sizes_of(m, gmi_chunk_min(m)).block_bytes;
-  while (m->config.file_bytes / block >= GMI_BLOCK_NONE) block *= 2;
+  while (m->config.file_bytes / block >= GMI_BLOCK_BORROWED) block *= 2;
   return store_open(m, block);
 }
 
@@ -116,6 +117,8 @@ void gmi_files_buffer(gmi_manager_t *m, void *base, uint64_t size, bool add) {
 void gmi_files_close(gmi_manager_t *m) {
   gmi_store_close(m->file.store);
   m->file.store = NULL;
+  gmi_borrowed_close(m->file.borrowed);
+  m->file.borrowed = NULL;
   for (gmi_io_t *io = atomic_exchange(&m->io.finished, NULL), *next; io; io = next) {
     next = io->next;
     free(io);
@@ -149,8 +152,13 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   gmi_file_forgive(c); /* the error of an earlier failed read: this transfer replaces that attempt */
   gemini_status_t status = gmi_chunk_settle_host(m, c);
   if (status) return status;
-  gmi_io_t *io = calloc(1, sizeof *io);
-  if (!io) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a transfer's record");
+  gmi_borrowed_read_t *reading = NULL;
+  if (gmi_block_is_borrowed(block)) status = gmi_borrowed_read_new(m->file.borrowed, block, &reading);
+  gmi_io_t *io = status ? NULL : calloc(1, sizeof *io);
+  if (!io) {
+    free(reading);
+    return status ? status : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a transfer's record");
+  }
   snprintf(io->owner, sizeof io->owner, "chunk %u of arena %s", c->index, gmi_chunk_arena(m, c)->name);
   io->m = m;
   io->chunk = c;
@@ -171,7 +179,8 @@ static gemini_status_t transfer(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block
   io->work = ++slot->work_queued;
   slot->failure = GEMINI_OK;
   gmi_link_moved(m, gmi_link_file(m, write), reason, 1);
-  gmi_store_submit(m->file.store, &io->request);
+  if (reading) gmi_borrowed_submit(m->file.borrowed, reading, &io->request);
+  else gmi_store_submit(m->file.store, &io->request);
   return GEMINI_OK;
 }
 
@@ -190,7 +199,12 @@ static void measure(gmi_manager_t *m, const gmi_io_t *io) {
 }
 
 static void give_block(gmi_manager_t *m, uint32_t block) {
-  GMI_ASSERT(gmi_lock_is_mine(m) && m->file.used >= gmi_block_bytes(m));
+  GMI_ASSERT(gmi_lock_is_mine(m));
+  if (gmi_block_is_borrowed(block)) {
+    gmi_borrowed_give(m->file.borrowed, block);
+    return;
+  }
+  GMI_ASSERT(m->file.used >= gmi_block_bytes(m));
   gmi_store_give(m->file.store, block);
   m->file.used -= gmi_block_bytes(m);
 }
@@ -273,7 +287,8 @@ void gmi_file_drop_block(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
 }
 void gmi_file_drop(gmi_manager_t *m, gmi_chunk_t *c) { gmi_file_drop_block(m, c, gmi_chunk_block_lost(m, c)); }
 
-/* Gives back blocks whose bytes are valid in another tier, until at most `bytes` are in use or none is left. */
+/* Gives back blocks whose bytes are valid in another tier, until at most `bytes` are in use or none is left. Borrowed
+ * ones take no space. */
 void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
   gmi_files_poll(m);
   for (uint32_t i = 0; i < GMI_ARENAS && m->file.used > bytes; i++) {
@@ -281,6 +296,7 @@ void gmi_files_shrink(gmi_manager_t *m, uint64_t bytes) {
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count) && m->file.used > bytes; k++) {
       gmi_chunk_t *c = &a->chunks[k];
       if (gmi_chunk_block(c) == GMI_NONE || gmi_chunk_has_only(c, GMI_VALID_FILE)) continue;
+      if (gmi_block_is_borrowed(gmi_chunk_block(c))) continue;
       if (gmi_chunk_io(c)) { /* it is being read: wait until the bytes have come, then look again */
         gmi_workers_wait_slot(m, gmi_chunk_io(c)->slot, gmi_chunk_io(c)->slot->work_queued);
         gmi_files_poll(m);

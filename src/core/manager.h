@@ -305,6 +305,7 @@ struct gmi_timeline;
 struct gmi_chunk_use;
 struct gmi_workers;
 struct gmi_store;
+struct gmi_borrowed;
 struct gmi_sys;
 struct gmi_reserve;
 struct gmi_deferred;
@@ -426,11 +427,12 @@ typedef struct gmi_manager {
     char *dir,
         *checkpoint_name; /* Constant; dir NULL: no file tier; checkpoint_name NULL: files end with the process */
     struct gmi_store *store;
-    const struct gmi_sys *sys; /* system calls that tests replace; NULL: the system's own */
-    _Atomic uint64_t used;     /* Atomic: bytes of blocks, for statistics */
-    uint64_t opened_bytes;     /* size of the store's blocks; before the cut they may be others than it will want */
-    bool checkpointing;        /* a chunk keeps its block even while a tier above has a valid copy */
-    bool checkpoint_is_ours;   /* this process made the last checkpoint in the files, or resumed from it */
+    struct gmi_borrowed *borrowed; /* files of the caller's that chunks are read from; NULL: none has been borrowed */
+    const struct gmi_sys *sys;     /* system calls that tests replace; NULL: the system's own */
+    _Atomic uint64_t used;         /* Atomic: bytes of blocks, for statistics */
+    uint64_t opened_bytes;         /* size of the store's blocks; before the cut they may be others than it will want */
+    bool checkpointing;            /* a chunk keeps its block even while a tier above has a valid copy */
+    bool checkpoint_is_ours;       /* this process made the last checkpoint in the files, or resumed from it */
   } file;
   struct {                      /* chunk/files.c: transfers */
     uint32_t count, writes;     /* transfers whose result is not processed yet; the writes among them */
@@ -482,7 +484,7 @@ typedef struct gmi_manager {
   struct {                               /* GEMINI_CHECK */
     gmi_chunk_t *changed[GMI_CHANGED];   /* records that changed since the lock was taken; checked at unlock */
     uint32_t changed_count;              /* more than GMI_CHANGED: any record may have changed */
-    uint32_t blocks_held;                /* blocks that chunk records name */
+    uint32_t blocks_held;                /* blocks of the store that chunk records name */
     _Atomic uintptr_t lock_owner;        /* Atomic: identifies the lock's holder, 0 = none; a thread compares it only
                                           * with its own value, which no other thread stores */
     void (*call)(struct gmi_manager *m); /* called before each unlock */

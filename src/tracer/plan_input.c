@@ -59,7 +59,8 @@ static bool build_accesses(builder_t *b, bool fill) {
   for (uint32_t i = 0; i < b->trace->op_count; i++) {
     const gmi_trace_op_t *op = &b->trace->ops[i];
     uint64_t begin = n;
-    uint32_t pages = gmi_trace_pages(op->heap_pages + op->gathered, gmi_frame_bytes(b->m), b->sizes.frame_bytes);
+    uint32_t pages = gmi_trace_pages(op->heap_pages + op->gathered + b->trace->headroom, gmi_frame_bytes(b->m),
+                                     b->sizes.frame_bytes);
     if (fill) b->ops[i] = (gmi_plan_op_t){ op->compute_ns, pages, (uint32_t)n };
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
       const gmi_trace_use_t *use = &b->trace->uses[s];
@@ -315,7 +316,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
                                      .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
-                                     .host_slots = m->file.store ? m->host.slot_count : 0,
+                                     .host_slots = m->file.store || m->file.borrowed ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
                                      .accesses = b.accesses,

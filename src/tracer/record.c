@@ -66,11 +66,20 @@ void gmi_tracer_canonical(gmi_trace_t *trace) {
   trace->use_count = op->use_first + kept;
 }
 
-/* Returns whether op i of two traces is the same: name (equal names have equal addresses), phase, non-model peak and
- * uses. Times do not count. Both lists of uses are canonical. */
-bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i) {
+/* Is a peak one that the variant's op may have? What a variant that only reads allocates often grows from one iteration
+ * to the next, as a cache of keys and values does: its peaks lie between the lowest and the highest one so far, or
+ * beyond them by at most the slack. A larger difference is another variant, whose plan has other frames to use. */
+static bool peak_fits(const gmi_tracer_t *t, const variant_t *v, uint64_t peak, const gmi_trace_op_t *op) {
+  if (!v->reads_only) return peak == op->nonmodel_peak;
+  return peak <= op->nonmodel_peak + t->peak.slack && peak + t->peak.slack >= op->nonmodel_least;
+}
+
+/* Returns whether op i of this iteration is that of a variant: name (equal names have equal addresses), phase,
+ * non-model peak and uses. Times do not count. Both lists of uses are canonical. */
+bool gmi_tracer_same_op(const gmi_tracer_t *t, const variant_t *v, uint32_t i) {
+  const gmi_trace_t *a = &t->record, *b = &v->trace;
   const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
-  return x->name == y->name && x->phase == y->phase && x->nonmodel_peak == y->nonmodel_peak &&
+  return x->name == y->name && x->phase == y->phase && peak_fits(t, v, x->nonmodel_peak, y) &&
          x->use_count == y->use_count &&
          (!x->use_count || !memcmp(a->uses + x->use_first, b->uses + y->use_first, x->use_count * sizeof *a->uses));
 }

@@ -170,7 +170,7 @@ static const char *read_line(reader_t *r, const char *line) {
     op->phase = (uint32_t)v[0];
     op->compute_ns = v[1];
     op->samples = 1;
-    op->nonmodel_peak = v[2];
+    op->nonmodel_peak = op->nonmodel_least = v[2];
     op->heap_pages = (uint32_t)((v[3] + PAGE_UNIT - 1) / PAGE_UNIT);
     return NULL;
   }

@@ -92,13 +92,29 @@ static void remember(gmi_tracer_t *t, uint32_t index) {
   t->history[t->history_size++] = (uint8_t)index;
 }
 
-/* Predicts the variant of the next iteration: finds the longest suffix of the history that occurred before, and
- * returns the variant that followed it most often, if it did so at least twice; otherwise tries shorter suffixes. If
- * no suffix qualifies, returns the variant before the newest one: after a first interruption (an evaluation, say)
- * the interrupted kind is expected to continue. */
-static uint32_t expected_variant(const gmi_tracer_t *t) {
-  uint32_t n = t->history_size, alike[HISTORY], longest = 0;
-  const uint8_t *history = t->history;
+/* May an iteration with this label follow the variant? */
+static bool has_label(const variant_t *v, uint64_t label) { return v->used && (v->any_label || v->label == label); }
+
+/* The variant with this label that was used last, or GMI_NONE. */
+static uint32_t last_used(const gmi_tracer_t *t, uint64_t label) {
+  uint32_t last = GMI_NONE;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++)
+    if (has_label(&t->variants[i], label) &&
+        (last == GMI_NONE || t->variants[i].last_used > t->variants[last].last_used))
+      last = i;
+  return last;
+}
+
+/* Predicts the variant of the next iteration, which has this label, from the iterations of that label: finds the
+ * longest suffix of their history that occurred before, and returns the variant that followed it most often, if it did
+ * so at least twice; otherwise tries shorter suffixes. If no suffix qualifies, returns the variant before the newest
+ * one: after a first interruption (an evaluation, say) the interrupted kind is expected to continue. Variants that only
+ * read do not interrupt each other: another batch, say, is expected to come again. */
+static uint32_t expected_variant(const gmi_tracer_t *t, uint64_t label) {
+  uint32_t n = 0, alike[HISTORY], longest = 0;
+  uint8_t history[HISTORY];
+  for (uint32_t i = 0; i < t->history_size; i++)
+    if (t->history[i] != NO_VARIANT && has_label(&t->variants[t->history[i]], label)) history[n++] = t->history[i];
   for (uint32_t p = 1; p < n; p++) { /* alike[p]: how many of the newest iterations equal those before p */
     for (alike[p] = 0; alike[p] < p && history[p - 1 - alike[p]] == history[n - 1 - alike[p]]; alike[p]++) {
     }
@@ -107,15 +123,17 @@ static uint32_t expected_variant(const gmi_tracer_t *t) {
   for (; longest > 0; longest--) {
     uint32_t counts[GMI_VARIANTS] = { 0 }, best = GMI_NONE;
     for (uint32_t p = 1; p < n; p++)
-      if (alike[p] >= longest && history[p] != NO_VARIANT) counts[history[p]]++;
+      if (alike[p] >= longest) counts[history[p]]++;
     for (uint32_t i = 0; i < GMI_VARIANTS; i++)
       if (counts[i] > 1 && (best == GMI_NONE || counts[i] > counts[best])) best = i;
     if (best != GMI_NONE) return best;
   }
-  return n > 1 && history[n - 2] != NO_VARIANT ? history[n - 2] : t->previous;
+  if (n < 2) return last_used(t, label);
+  const bool both_read = t->variants[history[n - 1]].reads_only && t->variants[history[n - 2]].reads_only;
+  return history[n - (both_read ? 1 : 2)];
 }
 
-static gemini_status_t iteration_begin(gmi_manager_t *m) {
+static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   gmi_tracer_t *t = m->trace.tracer;
   if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open already");
   gemini_status_t status = gmi_cut(m);
@@ -135,8 +153,10 @@ static gemini_status_t iteration_begin(gmi_manager_t *m) {
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
-  for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = t->variants[i].used;
-  t->active = expected_variant(t);
+  t->label = label;
+  t->peak.slack = (uint64_t)gmi_frames_of(m, gmi_frame_bytes(m)) * gmi_frame_bytes(m) / SLACK_SHARE;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = has_label(&t->variants[i], label);
+  t->active = expected_variant(t, label);
   variant_t *v = gmi_tracer_active_variant(t);
   if (v && v->bundle.made) {
     gmi_tracer_publish_plan(m, v);
@@ -205,7 +225,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
   m->nonmodel.pages_peak_op = m->groups.peak_op = 0;
   gmi_nonmodel_peak(m);
-  t->predicted_peak = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
+  t->peak.expected = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
+  t->peak.at_most = v && v->reads_only;
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
   pthread_mutex_unlock(&t->touch_lock);
@@ -240,18 +261,19 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   gmi_tracer_canonical(&t->record);
   pthread_mutex_unlock(&t->touch_lock);
   gmi_trace_op_t *op = &t->record.ops[t->op_index];
-  op->nonmodel_peak = m->nonmodel.peak_op;
+  op->nonmodel_peak = op->nonmodel_least = m->nonmodel.peak_op;
   op->heap_pages = m->nonmodel.pages_peak_op;
   op->all_pages = m->groups.peak_op;
-  if (t->predicted_peak != UINT64_MAX) {
-    uint64_t error = t->predicted_peak > op->nonmodel_peak ? t->predicted_peak - op->nonmodel_peak
-                                                           : op->nonmodel_peak - t->predicted_peak;
+  if (t->peak.expected != UINT64_MAX) {
+    const bool less = op->nonmodel_peak < t->peak.expected;
+    const uint64_t error = !less             ? op->nonmodel_peak - t->peak.expected
+                           : t->peak.at_most ? 0
+                                             : t->peak.expected - op->nonmodel_peak;
     if (error > m->stats.op_peak_error_bytes) m->stats.op_peak_error_bytes = error;
   }
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
-    gmi_trace_t *other = &t->variants[i].trace;
-    if (t->agrees[i])
-      t->agrees[i] = t->op_index < other->op_count && gmi_tracer_same_op(&t->record, other, t->op_index);
+    const variant_t *other = &t->variants[i];
+    if (t->agrees[i]) t->agrees[i] = t->op_index < other->trace.op_count && gmi_tracer_same_op(t, other, t->op_index);
   }
   if (t->active != GMI_NONE && !t->agrees[t->active]) gmi_tracer_choose_active(m, NULL);
   variant_t *v = gmi_tracer_active_variant(t);
@@ -300,14 +322,20 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
 
 /* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples; and its frames:
  * the peaks, and what the gathers of this iteration's kind take. The times of warm-up, which include first touches and
- * other waits, are dropped when the first planned iteration ends. */
+ * other waits, are dropped when the first planned iteration ends. The label is this iteration's. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
+  v->label = t->label;
+  v->any_label = false;
   for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
-    v->trace.ops[i].gathered = t->record.ops[i].gathered;
-    if (t->record.ops[i].heap_pages > v->trace.ops[i].heap_pages)
-      v->trace.ops[i].heap_pages = t->record.ops[i].heap_pages;
+    gmi_trace_op_t *op = &v->trace.ops[i];
+    const gmi_trace_op_t *now = &t->record.ops[i];
+    op->gathered = now->gathered;
+    if (now->heap_pages > op->heap_pages) op->heap_pages = now->heap_pages;
+    if (!v->reads_only) continue;
+    if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
+    if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
   for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
     if (t->durations[i] == UINT64_MAX) continue;
@@ -334,6 +362,36 @@ static uint32_t free_variant(gmi_tracer_t *t) {
   return oldest;
 }
 
+/* Does an iteration write nothing, as a forward pass without gradients does? With sharded arenas, which ranks have to
+ * agree on, none counts as such. */
+static bool only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) return false;
+  for (uint32_t i = 0; i < trace->use_count; i++)
+    if (trace->uses[i].mode != GEMINI_READ) return false;
+  return !trace->update_count;
+}
+
+/* Do the newest peaks of a variant that only reads need more pages than its plan leaves them, or, where they grow, half
+ * of the room that it left for that? */
+static bool has_outgrown_plan(const variant_t *v) {
+  const uint32_t ahead = (v->trace.headroom + 1) / 2;
+  for (uint32_t i = 0; v->reads_only && v->bundle.made && i < v->trace.op_count; i++)
+    if (v->trace.ops[i].heap_pages + ahead > v->bundle.input.ops[i].heap_frames) return true;
+  return false;
+}
+
+/* Plans a variant anew whose peaks have grown beyond its plan. As they are expected to go on, the plan leaves some
+ * frames free for that, so that plans are made once for many iterations. */
+static gemini_status_t plan_with_headroom(gmi_manager_t *m, variant_t *v) {
+  const uint32_t share = gmi_frames_of(m, gmi_frame_bytes(m)) / SLACK_SHARE;
+  v->trace.headroom = share ? share : 1;
+  gemini_status_t status = gmi_tracer_variant_plan(m, v);
+  if (status != GEMINI_ERR_OOM_DEVICE) return status;
+  v->trace.headroom = 0;
+  return gmi_tracer_variant_plan(m, v);
+}
+
 /* Turns the record of this iteration into a new variant. Its ops have the times of this iteration; 1 ns stands for
  * an unknown one. */
 static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
@@ -343,6 +401,8 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   variant_clear(v);
   v->used = true;
   v->trace = t->record;
+  v->label = t->label;
+  v->reads_only = only_reads(m, &v->trace);
   t->record = (gmi_trace_t){ .names = t->names };
   /* the trace has the ops of the record, to which resolved and durations belong */
   for (uint32_t i = 0; i < v->trace.op_count; i++) {
@@ -350,7 +410,6 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
     v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
   }
   *index_out = index;
-  (void)m;
 }
 
 /* Gives the record the times that a plan of it needs: the variant's if the iteration followed it to the end, else its
@@ -440,6 +499,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
+  if (has_outgrown_plan(v)) return plan_with_headroom(m, v);
   if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
     return left ? left : gmi_tracer_variant_plan(m, v);
@@ -460,7 +520,10 @@ static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
   return GEMINI_OK;
 }
 
-gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) { API_LOCKED(iteration_begin(m)); }
+gemini_status_t gemini_iteration_begin(gemini_manager_t mgr) { API_LOCKED(iteration_begin(m, 0)); }
+gemini_status_t gemini_iteration_begin_with(gemini_manager_t mgr, uint64_t label) {
+  API_LOCKED(iteration_begin(m, label));
+}
 gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { API_LOCKED(iteration_end(m)); }
 gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { API_LOCKED(phase_set(m, phase)); }
 gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream) {
@@ -591,9 +654,10 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   gmi_tracer_t *t = m->trace.tracer;
   if (!path) return gmi_fail(GEMINI_ERR_INVALID, 0, "path is NULL");
   if (m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "an iteration is open");
-  variant_t loaded = { .used = true };
+  variant_t loaded = { .used = true, .any_label = true };
   gemini_status_t status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
+  loaded.reads_only = only_reads(m, &loaded.trace);
   uint64_t chunk_bytes = loaded.trace.chunk_bytes;
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
     status = gmi_plan_bundle_make(m, &loaded.trace, m->cut.chunk_shift, &loaded.bundle);

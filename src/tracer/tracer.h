@@ -22,7 +22,7 @@
 #include "policy/policy.h"
 #include "tracer/op_names.h"
 
-enum { GMI_VARIANTS = 8 };
+enum { GMI_VARIANTS = 16 };
 
 typedef struct gmi_trace_use { /* a use: bytes that an op accesses, in the arena that stores them */
   uint32_t arena, mode;
@@ -38,9 +38,11 @@ typedef struct gmi_trace_collective {
 /* An op of a trace. Its uses are use_count adjacent elements of gmi_trace_t.uses, sorted and unique once the op has
  * ended. */
 typedef struct gmi_trace_op {
-  const char *name;       /* a name of gmi_trace_t.names, of which this op holds a reference; NULL: not set yet */
-  uint64_t nonmodel_peak; /* peak of live non-model bytes while the op was open */
-  uint64_t compute_ns;    /* mean over the iterations seen; 0: not measured yet */
+  const char *name;        /* a name of gmi_trace_t.names, of which this op holds a reference; NULL: not set yet */
+  uint64_t nonmodel_peak;  /* peak of live non-model bytes while the op was open; of a variant that only reads, the
+                             highest of all its iterations */
+  uint64_t nonmodel_least; /* of a variant that only reads: the lowest such peak */
+  uint64_t compute_ns;     /* mean over the iterations seen; 0: not measured yet */
   uint32_t phase;
   /* peak of heap pages under live non-model memory and of gradients of sharded arenas, together; a page is as large as
    * a chunk */
@@ -67,6 +69,7 @@ typedef struct gmi_trace {
   uint64_t file_bytes_per_s[2]; /* read, written; both directions share the bandwidth of the files */
   uint64_t host_update_ps, device_update_ps; /* picoseconds per element; host: of one worker */
   uint64_t chunk_bytes; /* of a trace read from a file: the chunk size with which it was recorded */
+  uint32_t headroom;    /* heap pages that a plan leaves free beyond the peaks, as these have grown */
   /* time of an iteration, from begin to begin, outside its ops: the caller's own work, norms, reads of results */
   uint64_t outside_ns;
 } gmi_trace_t;

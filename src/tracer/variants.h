@@ -22,6 +22,9 @@
  * marks a forgotten variant in the history. */
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS, HISTORY = 128, NO_VARIANT = 255 };
 enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
+/* The part of the device budget by which the peaks of iterations that only read may differ and be one variant, and that
+ * a plan leaves free where they grow. */
+enum { SLACK_SHARE = 64 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -30,6 +33,9 @@ typedef struct {
   gmi_plan_bundle_t bundle; /* bundle.made: the variant has a plan */
   bool used;
   bool refused;          /* no plan exists for the current budgets */
+  bool reads_only;       /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  bool any_label;        /* it came from a file: the first iteration that follows it to its end gives it a label */
+  uint64_t label;        /* of its iterations, gemini_iteration_begin_with() */
   uint64_t runs;         /* iterations of this kind so far */
   uint64_t planned_runs; /* of them, those that followed the plan to their end */
   uint64_t last_used;    /* number of the last such iteration */
@@ -70,6 +76,7 @@ typedef struct gmi_tracer {
   bool departed;             /* this iteration departed from a variant; counted once per iteration */
   uint64_t iteration;        /* iterations begun so far; the number of this one */
   uint64_t begun_ns;
+  uint64_t label; /* of this iteration */
 
   gmi_trace_t record;  /* the trace of this iteration */
   timing_t *timings;   /* [timing_capacity] by op */
@@ -87,7 +94,11 @@ typedef struct gmi_tracer {
   } uses;
   uint32_t op_stream;
   uint32_t op_index;
-  uint64_t predicted_peak; /* non-model peak that the plan expects of the open op; UINT64_MAX: no prediction */
+  struct {             /* non-model peaks */
+    uint64_t expected; /* what the plan expects of the open op; UINT64_MAX: no prediction */
+    bool at_most;      /* that is an upper bound: less is no error */
+    uint64_t slack;    /* by how much those of variants that only read may differ; see gmi_tracer_same_op() */
+  } peak;
   /* Atomic: memory for a record ran out, or the arenas changed: this iteration cannot become a variant. Set from any
    * thread, reset by the begin of an iteration; it orders no other memory. */
   _Atomic bool record_lost;
@@ -108,7 +119,7 @@ void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 
 /* tracer/record.c */
 void gmi_tracer_canonical(gmi_trace_t *trace);
-bool gmi_tracer_same_op(const gmi_trace_t *a, const gmi_trace_t *b, uint32_t i);
+bool gmi_tracer_same_op(const gmi_tracer_t *t, const variant_t *v, uint32_t i);
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b);
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);
 void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c);

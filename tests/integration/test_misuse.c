@@ -270,6 +270,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_tensor_state_set, mgr, bed.o[0], GEMINI_STATE_FREE);
   REFUSED(HANDLE, says, gemini_tensor_info, mgr, bed.o[0], &tensor_info);
   REFUSED(HANDLE, says, gemini_iteration_begin, mgr);
+  REFUSED(HANDLE, says, gemini_iteration_begin_with, mgr, 1);
   REFUSED(HANDLE, says, gemini_iteration_end, mgr);
   REFUSED(HANDLE, says, gemini_phase_set, mgr, GEMINI_PHASE_FORWARD);
   REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", GEMINI_STREAM_CALLER);
@@ -310,6 +311,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_resume, mgr);
   REFUSED(HANDLE, says, gemini_zero, mgr, &a);
   REFUSED(HANDLE, says, gemini_load, mgr, &a, 0, 0);
+  REFUSED(HANDLE, says, gemini_borrow, mgr, &a, 0, 0);
   REFUSED(HANDLE, says, gemini_store, mgr, &a, 1, 0);
   REFUSED(HANDLE, says, gemini_norm, mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
   REFUSED(HANDLE, says, gemini_update, mgr, &update);
@@ -599,6 +601,7 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "ptr_out is NULL", gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, NULL);
   REFUSED(INVALID, "access is NULL", gemini_zero, mgr, NULL);
   REFUSED(INVALID, "access is NULL", gemini_load, mgr, NULL, 0, 0);
+  REFUSED(INVALID, "access is NULL", gemini_borrow, mgr, NULL, 0, 0);
   REFUSED(INVALID, "access is NULL", gemini_store, mgr, NULL, 1, 0);
   REFUSED(INVALID, "access is NULL", gemini_norm, mgr, NULL, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
   REFUSED(INVALID, "norm_out is NULL", gemini_norm, mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, NULL);
@@ -1557,6 +1560,7 @@ static void test_objects_in_use_are_busy(void) {
       REFUSED(BUSY, "acquired", gemini_zero, mgr, &a);
       REFUSED(BUSY, "acquired", gemini_zero, mgr, &all);
       REFUSED(BUSY, "acquired", gemini_load, mgr, &a, fd, 0);
+      REFUSED(BUSY, "acquired", gemini_borrow, mgr, &a, fd, 0);
       REFUSED(BUSY, "acquired", gemini_update, mgr, &update);
       REFUSED(STATE, "o1|COMPUTE", gemini_tensor_state_set, mgr, bed.o[1], GEMINI_STATE_FREE);
       REFUSED(STATE, "o1|COMPUTE", gemini_tensor_state_set, mgr, bed.o[1], GEMINI_STATE_HOLD);
@@ -1602,6 +1606,7 @@ static void test_refused_in_the_middle_is_refused_whole(void) {
   /* loaded */
   CHECK_OK(gemini_pin(mgr, &last));
   REFUSED(BUSY, "pinned", gemini_load, mgr, &both, fd, 0);
+  REFUSED(BUSY, "pinned", gemini_borrow, mgr, &both, fd, 0);
   CHECK(world_holds(&bed.w, bed.o[0], 0, other_bytes[0], 20));
   CHECK_OK(gemini_unpin(mgr, &last));
   /* stored: the file is not the library's, but a file half written helps nobody */
@@ -1973,6 +1978,7 @@ static void test_what_sums_of_gradients_cannot_do_is_refused(void) {
     REFUSED(STATE, "not been added", gemini_acquire, mgr, &slice, 1, GEMINI_STREAM_CALLER);
     REFUSED(STATE, "not been added", gemini_store, mgr, &a, 2, 0);
     REFUSED(UNSUPPORTED, "gradients of arena sums", gemini_load, mgr, &a, 0, 0);
+    REFUSED(UNSUPPORTED, "arena sums is sharded", gemini_borrow, mgr, &a, 0, 0);
     CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream)); /* written anew, before it is ready */
     CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));
     CHECK_OK(gemini_tensor_state_set(mgr, g[1], GEMINI_STATE_READY_FOR_REDUCE));
@@ -2241,11 +2247,13 @@ static void test_load_and_store_with_wrong_files_are_refused(void) {
   const int fd = file_of("short");
   for (int i = 0; i < 2; i++) {
     REFUSED(INVALID, "fd is -", gemini_load, mgr, &a, i ? INT32_MIN : -1, 0);
+    REFUSED(INVALID, "fd is -", gemini_borrow, mgr, &a, i ? INT32_MIN : -1, 0);
     REFUSED(INVALID, "fd is -", gemini_store, mgr, &a, i ? INT32_MIN : -1, 0);
   }
   const uint64_t offsets[] = { UINT64_MAX, UINT64_MAX - W, UINT64_C(1) << 63, (UINT64_C(1) << 63) - W };
   for (int i = 0; i < 4; i++) {
     REFUSED(INVALID, text("fd_offset is %" PRIu64, offsets[i]), gemini_load, mgr, &a, fd, offsets[i]);
+    REFUSED(INVALID, text("fd_offset is %" PRIu64, offsets[i]), gemini_borrow, mgr, &a, fd, offsets[i]);
     REFUSED(INVALID, text("fd_offset is %" PRIu64, offsets[i]), gemini_store, mgr, &a, fd, offsets[i]);
   }
   /* Whatever moved to the host for these, no byte has changed: the file ends before the range begins. */
@@ -2372,6 +2380,7 @@ static void test_brackets_out_of_order_are_refused(void) {
   for (int round = 0; round < 3; round++) { /* without a plan, and under one */
     CHECK_OK(gemini_iteration_begin(mgr));
     REFUSED(STATE, "open", gemini_iteration_begin, mgr);
+    REFUSED(STATE, "open", gemini_iteration_begin_with, mgr, 1);
     REFUSED(STATE, "no operator", gemini_op_end, mgr);
     REFUSED(INVALID, "name is NULL", gemini_op_begin, mgr, NULL, bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, "", bed.w.stream);

@@ -288,6 +288,100 @@ static void test_what_an_allocator_keeps_is_expected(void) {
   net_close(&n);
 }
 
+/* ---- passes that only read: the tokens of generated texts */
+/* A pass: each layer reads its weights, and adds `more` bytes to what it keeps, behind work of its own. */
+typedef struct {
+  void *kept[4096];
+  uint32_t count;
+} cache_t;
+static void pass(net_t *n, uint64_t label, uint64_t work_bytes, uint64_t more, cache_t *cache) {
+  OK(gemini_iteration_begin_with(n->mgr, label));
+  for (int i = 0; i < LAYERS; i++) {
+    char name[32];
+    void *work;
+    snprintf(name, sizeof name, "fwd.%d", i);
+    OK(gemini_op_begin(n->mgr, name, n->stream));
+    gemini_access_t use = ACCESS(n->weight[i], 0, 0, GEMINI_READ, 0);
+    OK(gemini_acquire(n->mgr, &use, 1, n->stream));
+    OK(gemini_alloc(n->mgr, work_bytes, n->stream, &work));
+    if (more) {
+      CHECK(cache->count < 4096);
+      OK(gemini_alloc(n->mgr, more, n->stream, &cache->kept[cache->count++]));
+    }
+    OK(gemini_free(n->mgr, work, n->stream));
+    OK(gemini_release(n->mgr, &use, 1, n->stream));
+    OK(gemini_op_end(n->mgr));
+  }
+  OK(gemini_iteration_end(n->mgr));
+}
+static void cache_free(net_t *n, cache_t *cache) {
+  while (cache->count) OK(gemini_free(n->mgr, cache->kept[--cache->count], n->stream));
+}
+
+/* A cache that grows from pass to pass is no departure, whatever it takes in the end; plans follow it, each for several
+ * passes, and keep what is fetched ahead of its use; nothing is copied back. */
+static void test_a_cache_that_grows_is_no_departure(void) {
+  enum { TOKENS = 60, MORE = 1024 };
+  static cache_t cache;
+  gemini_config_t c = config_of(16);
+  net_t n = net_open(&c);
+  for (int text = 0; text < 2; text++) {
+    OK(gemini_stats_reset(n.mgr));
+    figures_t before = stats_of(&n);
+    pass(&n, 7, 4096, 4 * MORE, &cache); /* the prompt */
+    for (int i = 1; i < TOKENS; i++) pass(&n, 7, 512, MORE, &cache);
+    figures_t s = stats_of(&n);
+    CHECK_EQ(s.departures, 0);
+    CHECK_EQ(s.planned_iterations - before.planned_iterations, TOKENS - (text ? 0 : 1));
+    CHECK(s.nonmodel_peak_bytes > 7 * CHUNK);
+    /* Two plans of a first text, and one for each page by which the cache grows; none for the second text. */
+    CHECK(text ? s.plans == before.plans : s.plans >= 4 && s.plans <= 2 + 9);
+    CHECK(s.op_peak_error_bytes <= 16 * CHUNK / 64);
+    CHECK_EQ(s.moved_bytes[LINK_D2H][GEMINI_REASON_PLAN] + s.moved_bytes[LINK_D2H][GEMINI_REASON_DEMAND] +
+                 s.moved_bytes[LINK_D2H][GEMINI_REASON_PRESSURE],
+             0);
+    /* The first pass has no plan; the first growth was not known. */
+    CHECK(text ? s.acquire_misses == 0 : s.acquire_misses <= 2 * LAYERS + 8);
+    cache_free(&n, &cache);
+  }
+  net_close(&n);
+}
+
+/* Passes that allocate much more, as those over long prompts do, are another variant, although they access the same: the
+ * others' plan can use the frames that these need. Between texts at most two passes depart. */
+static void test_passes_that_allocate_much_more_are_planned_apart(void) {
+  static cache_t cache;
+  gemini_config_t c = config_of(16);
+  net_t n = net_open(&c);
+  uint64_t fetched[2] = { 0 };
+  for (int text = 0; text < 4; text++) {
+    for (int token = 0; token < 8; token++) {
+      OK(gemini_stats_reset(n.mgr));
+      pass(&n, 0, token ? 512 : 9 * CHUNK, 0, &cache);
+      CHECK(stats_of(&n).departures == 0 || token < 2);
+      if (text == 3) fetched[token > 0] = stats_of(&n).planned_fetch_bytes;
+    }
+  }
+  CHECK(fetched[1] < fetched[0]);
+  net_close(&n);
+}
+
+/* Sorts of iterations that have labels may follow each other in any order. */
+static void test_labels_tell_iterations_apart(void) {
+  static cache_t cache;
+  gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  static const char order[] = "tttabttbatabbbbtaaattbab";
+  for (int i = 0; order[i]; i++) {
+    if (order[i] == 't') net_steps(&n, &plain, 1);
+    else pass(&n, order[i] == 'a' ? 1 : UINT64_MAX, order[i] == 'a' ? 512 : 3000, 0, &cache);
+  }
+  figures_t s = stats_of(&n);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.planned_iterations, sizeof order - 1 - 3);
+  net_close(&n);
+}
+
 /* The log says where an iteration departs, and what is different there. */
 static void log_departures(void *user, int32_t level, const char *message) {
   if (level == GEMINI_LOG_INFO && strstr(message, "departs")) snprintf(user, 240, "%s", message);
@@ -812,6 +906,9 @@ int main(int argc, char **argv) {
   RUN(test_departure_unused_tensor_is_right_again);
   RUN(test_departures_that_recur_are_expected);
   RUN(test_departures_are_explained_in_the_log);
+  RUN(test_a_cache_that_grows_is_no_departure);
+  RUN(test_passes_that_allocate_much_more_are_planned_apart);
+  RUN(test_labels_tell_iterations_apart);
   RUN(test_what_an_allocator_keeps_is_expected);
   RUN(test_departures_random_router_reads_right_bytes);
   RUN(test_plan_op_too_large_names_op_and_bytes);

@@ -640,13 +640,17 @@ class Manager:
         return out
 
     # ---- iterations, phases, operators
-    def iteration_begin(self) -> None:
-        """Begins an iteration, which is one training step.
+    def iteration_begin(self, label: int = 0) -> None:
+        """Begins an iteration, which is one training step, or another pass through the model.
+
+        Args:
+            label: Says of which sort the iteration is, where the program knows it: each sort is expected to be like
+                the ones of its label before, whatever came in between.
 
         Raises:
             GeminiError: Status "STATE": one is open.
         """
-        self.lib.iteration_begin(self.handle)
+        self.lib.iteration_begin_with(self.handle, label)
 
     def iteration_end(self) -> None:
         """Ends the iteration. After warm-up the plan is made here.
@@ -658,9 +662,13 @@ class Manager:
         self.lib.iteration_end(self.handle)
 
     @contextlib.contextmanager
-    def iteration(self) -> typing.Iterator[None]:
-        """A context manager: an iteration. An exception in it ends the iteration, too."""
-        self.iteration_begin()
+    def iteration(self, label: int = 0) -> typing.Iterator[None]:
+        """A context manager: an iteration. An exception in it ends the iteration, too.
+
+        Args:
+            label: As of iteration_begin().
+        """
+        self.iteration_begin(label)
         with _ends(self.iteration_end):
             yield
 
@@ -1072,6 +1080,22 @@ class Manager:
                 changed. "BUSY": a part of it is acquired.
         """
         self.lib.load(self.handle, self._accesses([range]), _descriptor(file), file_offset)
+
+    def borrow(self, range: Range, file: _File, file_offset: int = 0) -> None:
+        """Makes a range have the bytes of a file without reading them: they are read when they are wanted.
+
+        The file must stay as it is. Bytes that are written leave it for good.
+
+        Args:
+            range: What gets the bytes.
+            file: A regular file that is open for reading, or its descriptor. It may be closed afterwards.
+            file_offset: Bytes from the file's beginning.
+
+        Raises:
+            GeminiError: Status "FORMAT": the file ends early, or was changed since ranges were borrowed from it.
+                "BUSY": a part of the range is acquired. Where a part has to be loaded, also those of load().
+        """
+        self.lib.borrow(self.handle, self._accesses([range]), _descriptor(file), file_offset)
 
     def store(self, range: Range, file: _File, file_offset: int = 0) -> None:
         """Writes a range to a file, from wherever its newest bytes are. Blocks.

@@ -208,7 +208,7 @@ def test_steady_step_costs_three_calls_a_block():
         "op_begin": 2 * uses,
         "op_end": 2 * uses,
         "phase_set": 3,
-        "iteration_begin": 1,
+        "iteration_begin_with": 1,
         "iteration_end": 1,
         "update": 1,
         "zero": 1,

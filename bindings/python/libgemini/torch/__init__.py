@@ -53,6 +53,7 @@ __all__ = [
     "close",
     "dump",
     "explain",
+    "infer",
     "init",
     "load",
     "load_weights",
@@ -305,12 +306,14 @@ def prepare(
         TypeError: The optimizer is not a torch.optim.Optimizer.
     """
     owner = session()
-    known = next((one for one in owner.models if one.module is model), None)
-    if known:
-        known.take()
-        owner.models.remove(known)
-    prepared_model = known or _model.Model(owner, model)
-    owner.models.append(prepared_model)
+    inside = set(model.modules())
+    if any(one.weights_only and one.module in inside for one in owner.models):
+        raise GeminiError(
+            f"the {type(model).__name__} was given to infer(), which keeps weights only, or has a module that was: to "
+            "train it, call prepare() in place of infer()",
+            "STATE",
+        )
+    prepared_model = _take(owner, model, False)
     if offload_activations:
         prepared_model.saving = _offload
     prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
@@ -332,6 +335,79 @@ def prepare(
             )
             break
     return model if prepared is None else (model, prepared)
+
+
+def _take(owner: Session, model: _torch.nn.Module, weights_only: bool) -> _model.Model:
+    """Puts a model into the session, or again one that is there: the models of a session in the order of that."""
+    known = next((one for one in owner.models if one.module is model), None)
+    if known:
+        known.take()
+        owner.models.remove(known)
+    taken = known or _model.Model(owner, model, weights_only)
+    owner.models.append(taken)
+    return taken
+
+
+@_typing.overload
+def infer(
+    model: _Module, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _Module: ...
+
+
+@_typing.overload
+def infer(
+    model: _Path, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _typing.Any: ...
+
+
+def infer(
+    model: _typing.Any, *, in_place: bool | None = None, verify: bool = True, progress: bool | None = None
+) -> _typing.Any:
+    """Moves a model's weights into the session, for inference.
+
+    There are weights only: no gradients, no optimizer states. Parameters are frozen, and as nothing changes them, they
+    are not copied back when they leave the device. The model is in eval mode, and its passes run without gradients.
+
+    Args:
+        model: A model, as of prepare(); or a folder that transformers or save() wrote, whose model is built and gets
+            its weights from the files straight to where they will live.
+        in_place: For a folder: whether weights stay in its files, which must not change, until they are wanted, and
+            are read again when they have left the host. None: if the host has no room for all.
+        verify: For a folder: compare checksums first, if it has any, which reads all bytes once more.
+        progress: For a folder: as of init(). None: what init() was given.
+
+    Returns:
+        The same model, or that of the folder.
+
+    Raises:
+        GeminiError: There is no session, the model was prepared for training, or is refused as by prepare(); the folder
+            names no model that transformers has, or lacks a weight, or one is damaged.
+        OSError: A file cannot be read.
+    """
+    owner = session()
+    if not isinstance(model, _torch.nn.Module):
+        show = owner.progress if progress is None else progress
+        model = _checkpoint.from_folder(owner, model, verify, show, in_place)
+    elif in_place is not None:
+        raise GeminiError("in_place is for folders: the weights of a model are where it has them", "INVALID")
+    elif any(one.module is model and not one.weights_only for one in owner.models):
+        raise GeminiError(
+            f"the {type(model).__name__} was given to prepare(), so it may have gradients: call infer() in place of "
+            "prepare(), or evaluate it as it is",
+            "STATE",
+        )
+    model.requires_grad_(False).eval()
+    taken = _take(owner, model, True)
+    taken.move_to_files()
+    least, record = taken.least_bytes(lambda record: [record.place.dtype.itemsize])
+    room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
+    if least > room:
+        _warnings.warn(
+            f"device_memory leaves {room} bytes: a pass that uses all of parameter {record.name} at once needs "
+            f"{least}, in chunks of {owner.manager.config.chunk_bytes}, and will fail",
+            stacklevel=2,
+        )
+    return model
 
 
 def offload_activations(min_bytes: int | str = "1MiB") -> _typing.ContextManager[None]:

@@ -263,6 +263,9 @@ class Arenas:
         self.bases: dict[int, tuple[int, int]] = {}  # by arena: its first address and its number
         self.spaces: dict[int, Space] = {}  # by arena: what is free of what was taken
         self.sliced: set[int] = set()  # arenas that are divided among ranks
+        # The kind of arena that frozen parameters go to, and the bytes of addresses that it needs; see apart().
+        self.frozen, self.capacity = "frozen", 0
+        self.models_apart = 0
         # The ranges of deleted places: (arena, offset, size, object, storages).
         self.left: collections.deque[tuple[typing.Any, ...]] = collections.deque()
 
@@ -281,8 +284,9 @@ class Arenas:
                 more = {"dtype": DTYPES[dtype]}
             name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
             handle = self.session.manager.arena(
-                KINDS.get(kind, abi.KIND_OTHER),
+                KINDS.get(kind.partition(" in ")[0], abi.KIND_OTHER),
                 name=name,
+                capacity=self.capacity if kind == self.frozen else 0,
                 element_bytes=dtype.itemsize,
                 **{"reuse" if kind == "reused grad" else "like": like},
                 **more,
@@ -292,6 +296,25 @@ class Arenas:
                 self.sliced.add(handle)
             self.bases[handle] = self.session.manager.arena_info(handle).base, len(self.bases)
         return self.handles[key]
+
+    @contextlib.contextmanager
+    def apart(self, sizes: typing.Iterable[int]) -> typing.Iterator[None]:
+        """A context manager: frozen parameters that are allocated within it go to arenas of their own.
+
+        An arena usually has as many addresses as all budgets together have bytes. Weights that stay in the files of a
+        folder may be more than that.
+
+        Args:
+            sizes: The elements of each of them.
+        """
+        most = max(dtype.itemsize for dtype in DTYPES)
+        self.models_apart += 1
+        self.frozen = f"frozen in {self.models_apart}"
+        self.capacity = sum(-(-max(1, size) // ALIGNMENT) * ALIGNMENT * most for size in sizes)
+        try:
+            yield
+        finally:
+            self.frozen, self.capacity = "frozen", 0
 
     def arena_base(self, arena: int) -> int:
         """The first device address of an arena."""

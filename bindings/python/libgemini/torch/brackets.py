@@ -94,15 +94,20 @@ class Brackets:
             self.session.lib.phase_set(self.session.handle, phase)
             self.phase = phase
 
-    def iteration_begin(self, kind: str) -> None:
-        """Begins an iteration. kind: "train" or "infer"."""
+    def iteration_begin(self, kind: str, label: int) -> None:
+        """Begins an iteration.
+
+        Args:
+            kind: "train" or "infer".
+            label: See Model.label().
+        """
         try:
-            self.session.lib.iteration_begin(self.session.handle)
+            self.session.lib.iteration_begin_with(self.session.handle, label)
         except GeminiError as error:
             if error.status != "STATE":
                 raise
             self.session.lib.iteration_end(self.session.handle)  # which an interrupt came before
-            self.session.lib.iteration_begin(self.session.handle)
+            self.session.lib.iteration_begin_with(self.session.handle, label)
         self.iteration, self.called = kind, True
         self.phase = abi.PHASE_NONE
         self.graphs.clear()

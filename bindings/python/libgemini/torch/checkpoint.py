@@ -526,17 +526,18 @@ def _compute_buffers(session, model, buffers):
             raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
-def _read_all(jobs, progress):
+def _read_all(jobs, progress, borrows):
     """Reads entries into their targets.
 
     jobs: (entry, function that makes the target, function to call when it is filled).
+    borrows: See tensorfile.read().
     """
     fds = {}
     try:
         for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)):
             if entry.file not in fds:
                 fds[entry.file] = os.open(entry.file, os.O_RDONLY)
-            tensorfile.read(entry, fds[entry.file], target())
+            tensorfile.read(entry, fds[entry.file], target(), borrows)
             then()
             progress.add(entry.size_bytes)
     finally:
@@ -600,8 +601,8 @@ def _plan_states(folder, training, optimizer, model):
     return plan
 
 
-def load_weights(session, model, folder, verify, progress, strict=False, states=(), optimizer=None):
-    """See libgemini.torch.load_weights()."""
+def load_weights(session, model, folder, verify, progress, strict=False, states=(), optimizer=None, borrows=False):
+    """See libgemini.torch.load_weights(); borrows as of tensorfile.read()."""
     with together(session):
         if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
             model.tie_weights()
@@ -626,12 +627,61 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
             jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
         total = sum(entry.size_bytes for entry in wanted)
         with together(session), Progress(f"loading {folder.path}", total, progress) as bar:
-            _read_all(jobs, bar)
+            _read_all(jobs, bar, borrows)
         _compute_buffers(session, model, buffers)
         if optimizer is None:
             for _, _, value in plan:
                 if getattr(value, "_gm_record", None) is not None:
                     value._gm_record.renew_master()
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    """A context manager: floating-point tensors are of this dtype where none is given."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def from_folder(session, folder, verify, progress, in_place):
+    """Builds the model that a folder's config.json names, frozen, with the weights of the folder's files.
+
+    See libgemini.torch.infer().
+    """
+    source = Folder(folder)
+    try:
+        import transformers
+    except ImportError:
+        raise GeminiError(
+            f"{folder} is a folder, whose model transformers builds, which is not installed: give a model"
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(source.path)
+    names = getattr(config, "architectures", None) or ["none"]
+    build = getattr(transformers, names[0], None)
+    if build is None:
+        raise GeminiError(
+            f"{source.file('config.json')} names the model {names[0]}, which transformers does not have: build the "
+            "model, and give that",
+            "NOT_FOUND",
+        )
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.get_default_dtype()
+    with _default_dtype(getattr(torch, dtype) if isinstance(dtype, str) else dtype), torch.device("meta"):
+        model = build(config)
+    model.requires_grad_(False)
+    if model.can_generate() and os.path.exists(source.file("generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source.path)
+    if in_place is None:
+        stats, size = session.manager.stats(), sum(param.nbytes for param in model.parameters())
+        in_place = stats["model_bytes"] + size > stats["budget_bytes"]["host"]
+    if not in_place or session.ranks:
+        load_weights(session, model, source, verify, progress)
+        return model
+    with session.arenas.apart(param.numel() for param in model.parameters()):
+        load_weights(session, model, source, verify, progress, borrows=True)
+    return model
 
 
 def load(session, folder, model, optimizer, verify, progress):

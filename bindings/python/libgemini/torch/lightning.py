@@ -58,7 +58,7 @@ class GeminiStrategy(SingleDeviceStrategy):
     def _step(self, step: typing.Callable[..., typing.Any], *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         model = gm.session().model
         assert model is not None  # model_to_device() came before
-        with model.forward():
+        with model.forward(args, kwargs):
             return step(*args, **kwargs)
 
     def training_step(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:

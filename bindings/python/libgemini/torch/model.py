@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import inspect
 import itertools
@@ -42,6 +43,7 @@ from .tensors import (
     is_number,
     managed_view,
     parameter_class,
+    weights_only_models,
 )
 from .unit import find, make_units, refuse_compiling
 
@@ -154,7 +156,7 @@ class Record:
 
     def allocate(self, shape, dtype, stride=None):
         """Takes a place, which reads as zero. become_managed() then gives it to the parameter."""
-        kind = "param" if self.param.requires_grad else "frozen"
+        kind = "param" if self.param.requires_grad else self.session.arenas.frozen
         self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
 
     def become_managed(self):
@@ -764,12 +766,31 @@ class Checked:
         )
 
 
-class Model:
-    """A prepared module: its parameters by name, and the hooks that begin a training step."""
+# Arguments of a forward pass that have a row for each text and a column for each token.
+_TOKENS = "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds"
 
-    def __init__(self, session: Session, module: nn.Module) -> None:
+
+def extends(args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> bool:
+    """Whether a forward pass is given one token of each text, as all but the first one of a generation are."""
+    named = (kwargs.get(name) for name in _TOKENS)
+    tokens = next((one for one in (*named, *args) if isinstance(one, torch.Tensor)), None)
+    return tokens is not None and tokens.dim() > 1 and tokens.shape[1] == 1
+
+
+class Model:
+    """A prepared module: its parameters by name, and the hooks that begin a training step.
+
+    Attributes:
+        number: Of the model in its session, from 1 on.
+        weights_only: Whether libgemini.torch.infer() has prepared it: its passes run without gradients.
+    """
+
+    def __init__(self, session: Session, module: nn.Module, weights_only: bool = False) -> None:
         self.session = session
         self.module = module
+        session.model_count += 1
+        self.number = session.model_count
+        self.weights_only = weights_only
         self.records: dict[str, Record] = {}
         self.blocks = typing.cast(Blocks, None)  # until take()
         self.checked: Checked | None = None  # what check() has seen when it last found nothing to do
@@ -778,6 +799,8 @@ class Model:
         self.take()
         self.wrap_call()
         self.wrap_forward()
+        if weights_only:
+            weights_only_models.add(self)
 
     def take(self):
         """Moves parameters into the session that are not in it, and buffers to the device."""
@@ -817,6 +840,25 @@ class Model:
         self.blocks = Blocks(session, module)
         for record in self.records.values():
             record.guard()
+
+    def move_to_files(self) -> None:
+        """Moves the weights to the session's files, if it has files and the host has no room for all.
+
+        A copy on the host is given up first where the bytes are also elsewhere. If that was the only one below the
+        device, it has to be made again each time that the bytes leave the device; one in the files stays.
+        """
+        session, stats = self.session, self.session.manager.stats()
+        if not stats["budget_bytes"]["file"] or stats["model_bytes"] <= stats["budget_bytes"]["host"]:
+            return
+        for record in self.records.values():
+            if record.place.elements:
+                access = record.place.access(abi.READ, abi.TIER_FILE)
+                try:
+                    session.lib.move(session.handle, ctypes.byref(access), 1)
+                except GeminiError as error:
+                    if error.status != "OOM_FILE":
+                        raise
+                    return  # the rest has room elsewhere
 
     def least_bytes(self, at_once):
         """The device memory that the operator with the largest parameter needs, in whole chunks.
@@ -865,7 +907,7 @@ class Model:
         @internals.not_traced
         def run(*args, **kwargs):
             refuse_compiling()
-            with self.forward():
+            with self.forward(args, kwargs):
                 return call(*args, **kwargs)
 
         run._gm_unit = getattr(call, "_gm_unit", None)
@@ -891,7 +933,7 @@ class Model:
             if self.session.brackets.depth:
                 return inner(*args, **kwargs)
             refuse_compiling()
-            with self.forward():
+            with self.forward(args, kwargs):
                 return inner(*args, **kwargs)
 
         forward.__name__ = "forward"  # pickle looks the method up by this name
@@ -1015,6 +1057,11 @@ class Model:
                     )
                 continue
             with _plain():
+                if self.weights_only and param.requires_grad:
+                    raise GeminiError(
+                        f"parameter {name} needs gradients (requires_grad), but libgemini.torch.infer() keeps weights "
+                        "only: to train the model, call prepare() in place of infer()"
+                    )
                 if param.data_ptr() != record.place.address and param.numel():
                     raise GeminiError(
                         f"parameter {name} was moved behind libgemini's back: its address is no longer its own"
@@ -1022,9 +1069,14 @@ class Model:
                 if param.requires_grad and record.hook is None:
                     record.attach()
 
+    def label(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> int:
+        """The label of an iteration that begins with a forward pass: a training step, a pass without gradients, or one
+        over one token of each text; see gemini_iteration_begin_with()."""
+        return 4 * self.number + (0 if torch.is_grad_enabled() else 2 if extends(args, kwargs) else 1)
+
     @contextlib.contextmanager
-    def forward(self):
-        """A context manager around the model's forward pass.
+    def forward(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> typing.Iterator[None]:
+        """A context manager around the model's forward pass, which has these arguments.
 
         It begins an iteration, or continues one that has gradients.
         """
@@ -1032,10 +1084,11 @@ class Model:
         outer = session.brackets.depth
         try:
             session.brackets.depth = outer + 1
-            if not in_backward():  # except when a checkpoint is recomputed
-                self.begin()
-            with self.saving():
-                yield
+            with torch.no_grad() if self.weights_only else contextlib.nullcontext():
+                if not in_backward():  # except when a checkpoint is recomputed
+                    self.begin(args, kwargs)
+                with self.saving():
+                    yield
         finally:
             session.brackets.depth = outer
             if not outer:
@@ -1043,7 +1096,7 @@ class Model:
                 if session.brackets.iteration == "infer":
                     session.brackets.iteration_end()
 
-    def begin(self):
+    def begin(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> None:
         session = self.session
         session.refuse_closed(type(self.module).__name__)
         self.check()
@@ -1055,7 +1108,8 @@ class Model:
         if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
             session.brackets.iteration_end()
         if not session.brackets.iteration:
-            session.brackets.iteration_begin("train" if torch.is_grad_enabled() else "infer")
+            kind = "train" if torch.is_grad_enabled() else "infer"
+            session.brackets.iteration_begin(kind, self.label(args, kwargs))
             for model in session.models:
                 model.blocks.decide()
         session.brackets.pass_begin()

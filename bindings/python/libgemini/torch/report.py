@@ -51,7 +51,7 @@ def _memory(owner, stats):
     kinds: dict[str, list[int]] = {}
     for (kind, *_), arena in owner.arenas.handles.items():
         info = owner.manager.arena_info(arena)
-        sums = kinds.setdefault(TITLES.get(kind, kind), [0, 0, 0, 0])
+        sums = kinds.setdefault(TITLES.get(kind.partition(" in ")[0], kind), [0, 0, 0, 0])
         for i, count in enumerate([info.size_bytes, *owner.manager.tier_bytes(arena).values()]):
             sums[i] += count
     rows += [["  " + kind, *map(_bytes, sums)] for kind, sums in kinds.items()]

@@ -137,6 +137,7 @@ class Session:
         # The text of the error for a use after the manager is closed.
         self.gone = "the session was closed, and its parameters with it"
         self.models: list[Model] = []
+        self.model_count = 0  # models that were prepared so far
         self.running: list[Use] = []  # of the units that run, one within the other: what their backward passes use
         self.reset_iterations = 0  # iterations that had ended when statistics were last started anew
         # Records of parameters whose gradient was assigned, in the order of the assignments.

@@ -225,18 +225,24 @@ def read_header(path):
     return entries
 
 
-def read(entry, fd, target):
+def read(entry, fd, target, borrows=False):
     """Fills a Place or a tensor from an open file.
 
     Bytes of the dtype of a contiguous place go where the place is, chunk by chunk. Other dtypes are converted in
     pieces. A place with other strides, or a tensor, is filled from a copy.
+
+    Args:
+        entry: What is read.
+        fd: The file.
+        target: What is filled.
+        borrows: Bytes of the dtype of a contiguous place stay in the file until they are wanted.
     """
     if not entry.size_bytes:
         return
     try:
         if isinstance(target, Place) and target.contiguous:
             try:
-                _read_place(entry, fd, target)
+                _read_place(entry, fd, target, borrows)
             except GeminiError as error:
                 if error.status != "OOM_HOST" or isinstance(target, SlicedPlace):
                     raise
@@ -262,9 +268,11 @@ def read(entry, fd, target):
         ) from error
 
 
-def _read_place(entry, fd, place):
+def _read_place(entry, fd, place, borrows):
     if entry.dtype == place.dtype:
-        place.session.lib.load(place.session.handle, ctypes.byref(place.access(abi.WRITE)), fd, entry.offset)
+        lib = place.session.lib
+        get = lib.borrow if borrows and not isinstance(place, SlicedPlace) else lib.load
+        get(place.session.handle, ctypes.byref(place.access(abi.WRITE)), fd, entry.offset)
     else:
         for first, piece in place.host_pieces(abi.WRITE):
             _convert(entry, fd, first, piece)

@@ -17,6 +17,7 @@ import functools
 import io
 import math
 import typing
+import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -31,12 +32,13 @@ from .layout import is_dense
 if typing.TYPE_CHECKING:
     from .arenas import Place
     from .blocks import Block
-    from .model import Record
+    from .model import Model, Record
     from .unit import Unit
 
 _Tensor: typing.Any = torch.Tensor  # type checkers do not know its descriptors
 units: list[Unit] = []  # the units that are in use now
 blocks: list[Block] = []  # the repeated blocks that run now, one within the other
+weights_only_models: weakref.WeakSet[Model] = weakref.WeakSet()  # those of libgemini.torch.infer()
 # The value of Place.written after a function that writes has failed.
 UNSURE = "unsure"
 
@@ -1418,6 +1420,14 @@ def _served(replaced):
 
 def _make_grads(outputs, grads, *args, **kwargs):
     """Replaces autograd._make_grads(), which does not know managed tensors."""
+    inferring = [model for model in weights_only_models if model.session.manager.handle]
+    if inferring and not any(one.requires_grad for one in outputs):
+        names = ", ".join(sorted({type(model.module).__name__ for model in inferring}))
+        raise GeminiError(
+            f"backward() of a tensor that was made without gradients: libgemini.torch.infer() keeps the weights of "
+            f"{names} only, and its passes make no graph. To train a model, call prepare() in place of infer()",
+            "STATE",
+        )
     grads = [one.clone() if isinstance(one, ManagedTensor) else one for one in grads]
     return patches.make_grads.original(outputs, grads, *args, **kwargs)
 

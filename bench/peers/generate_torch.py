@@ -1,0 +1,315 @@
+"""Generates text by a LLaMA of transformers whose weights do not fit on the GPU: under libgemini.torch, under
+Accelerate's offloading, and with all on the GPU, side by side.
+
+  bench/peers/generate_torch.py [--size 7b] [--device-mem 8GiB,4GiB,2GiB] [--system gemini,accelerate,gpu]
+                                [--prompt 128] [--batch 1] [--tokens 32] ...
+
+Each system and budget runs in a process of its own, one after another. bf16, random weights, the same in each; greedy,
+so that all generate the same tokens where their kernels are the same (tokens_hash). Two texts are generated, of which
+the second one is timed. bound_seconds is what a token takes at least: the bytes that each token reads and that do not
+fit into device-mem, at the rate of a plain copy from page-locked memory, measured in the same run. Of a mixture of
+experts each token reads two experts in each block, others from token to token. Without arguments it takes about four
+minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated device:
+
+  generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 512KiB,256KiB --tokens 8
+  generate_torch.py --device cpu --size mixtral-tiny --vocabulary 512 --sample --system gemini --tokens 100 \\
+      --device-mem 180MiB,120MiB,80MiB,40MiB
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+
+SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, experts (two for each token)
+    "tiny": (64, 160, 3, 4, 4, 0),
+    "125m": (768, 2048, 12, 12, 12, 0),
+    "1.3b": (2048, 5504, 24, 16, 16, 0),
+    "7b": (4096, 11008, 32, 32, 32, 0),
+    "13b": (5120, 13824, 40, 40, 40, 0),
+    "mixtral-tiny": (256, 896, 16, 8, 2, 8),
+    "mixtral-8b": (2048, 7168, 16, 16, 4, 8),
+    "mixtral": (4096, 14336, 32, 32, 8, 8),
+}
+SYSTEMS = "gemini", "accelerate", "gpu"
+TILE = 1 << 22  # random numbers that the weights repeat: to draw billions takes minutes
+
+arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+arguments.add_argument("--size", default="7b", help="of " + ", ".join(SIZES))
+arguments.add_argument(
+    "--device-mem", "--limit", default="8GiB,4GiB,2GiB", help="of gemini and accelerate; several with commas"
+)
+arguments.add_argument("--system", default=",".join(SYSTEMS), help="of " + ", ".join(SYSTEMS) + "; several with commas")
+arguments.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
+arguments.add_argument("--batch", type=int, default=1)
+arguments.add_argument("--tokens", type=int, default=32, help="that are generated in each text")
+arguments.add_argument("--vocabulary", type=int, default=32000)
+arguments.add_argument("--sample", action="store_true", help="draw tokens, as the greedy ones of random weights repeat")
+arguments.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="of keys and values")
+arguments.add_argument("--host-mem", default=None, help="of gemini; left out: the weights and 2 GiB")
+arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
+arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
+arguments.add_argument("--allocator", default="pool", choices=["pool", "torch"], help="of gemini")
+arguments.add_argument("--device", default=None, help="cpu: the simulated device")
+arguments.add_argument("--timeline", default=None, help="of gemini, the second text, to this file")
+arguments.add_argument("--explain", action="store_true")
+arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+options = arguments.parse_args()
+
+
+def make(torch, transformers):
+    """The model, on the CPU."""
+    width, inner, blocks, heads, key_heads, experts = SIZES[options.size]
+    more = {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
+    kind, of = ("MixtralConfig", "MixtralForCausalLM") if experts else ("LlamaConfig", "LlamaForCausalLM")
+    config = getattr(transformers, kind)(
+        vocab_size=options.vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=max(2048, options.prompt + options.tokens),
+        eos_token_id=None,
+        pad_token_id=0,
+        **more,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model = getattr(transformers, of)(config)
+    if experts:
+        model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
+    torch.set_default_dtype(torch.float32)
+    model.to_empty(device="cpu").requires_grad_(False).eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has a buffer that is computed
+    tile = torch.empty(TILE).normal_(0, 0.02, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for number, param in enumerate(model.parameters()):
+        if param.dim() == 1:
+            param.fill_(1)
+            continue
+        flat, rolled = param.view(-1), tile.roll(number * 7919)
+        for first in range(0, flat.numel(), TILE):
+            flat[first : first + TILE].copy_(rolled[: flat.numel() - first])
+    return model
+
+
+def link_rate(torch, device):
+    """Bytes a second of a plain copy to the device, from page-locked memory if it is a GPU."""
+    cuda = device.type == "cuda"
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=cuda)
+    target = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return source.numel() / statistics.median(seconds[1:])
+
+
+def main():
+    import torch
+    import transformers
+
+    import libgemini
+
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    limit, gm = libgemini.parse_bytes(options.device_mem), None
+    begin = time.perf_counter()
+    model = make(torch, transformers)
+    weights = sum(param.nbytes for param in model.parameters())
+    needed = weights - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
+    needed -= sum(param.nbytes for name, param in model.named_parameters() if "experts" in name) * 3 // 4
+    made = time.perf_counter()
+    if options.system == "gpu":
+        rate = link_rate(torch, device)
+        model.to(device)
+    elif options.system == "accelerate":
+        import accelerate
+
+        rate = link_rate(torch, device)
+        if cuda:
+            torch.cuda.empty_cache()
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
+            room = max(limit - libgemini.parse_bytes(options.reserve), 0)
+            budgets = {device.index: room, "cpu": 4 * weights}
+            kinds = ["LlamaDecoderLayer", "MixtralDecoderLayer"]
+            where = accelerate.infer_auto_device_map(model, max_memory=budgets, no_split_module_classes=kinds)
+            model = accelerate.dispatch_model(model, where, main_device=device)
+        else:
+            accelerate.cpu_offload(model, execution_device=device)
+    else:
+        import libgemini.torch as gm
+
+        rate = link_rate(torch, device)
+        if cuda:
+            torch.cuda.empty_cache()
+        gm.init(
+            device_memory=limit,
+            host_memory=options.host_mem or weights + (2 << 30),
+            device=device,
+            allocator=options.allocator if cuda else None,
+            chunk_size=options.chunk_size,
+        )
+        model = gm.infer(model)
+    ready = time.perf_counter()
+    print(f"made in {made - begin:.1f} s, moved in {ready - made:.1f} s", file=sys.stderr)
+
+    times, departed = [], []
+
+    def token_made(ids, scores, **_):
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        if gm:
+            departed.append(gm.stats()["departures"])
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+    ids = torch.randint(
+        1, options.vocabulary, (options.batch, options.prompt), generator=torch.Generator().manual_seed(2)
+    ).to(device)
+    texts = []
+    torch.manual_seed(3)
+    for text in range(2):
+        if gm and text:
+            gm.stats_reset()
+            if options.timeline:
+                gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
+        times.clear()
+        departed.clear()
+        begin = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.tokens,
+            do_sample=options.sample,
+            stopping_criteria=transformers.StoppingCriteriaList([token_made]),
+            disable_compile=True,
+            **({"cache_implementation": "static"} if options.cache == "static" else {}),
+        )
+        seconds = [after - before for before, after in zip(times, times[1:])]
+        texts.append(
+            {
+                "first": times[0] - begin,
+                "seconds": seconds,
+                "departures": departed[-1] - departed[min(1, len(departed) - 1)] if gm else 0,
+            }
+        )
+    first, second = texts
+    value = statistics.median(second["seconds"])
+    missing = max(needed - limit, 0) if options.system != "gpu" else 0
+    bound = missing / rate
+    row = {
+        "bench": "generate_torch",
+        "case": f"{options.system} {options.size}"
+        + (f" {options.device_mem}" if options.system != "gpu" else "")
+        + f" batch {options.batch} prompt {options.prompt}",
+        "value": value,
+        "unit": "s",
+        "sec_per_token": value,
+        "bound_seconds": bound,
+        "first_token_seconds": second["first"],
+        "cold_first_token_seconds": first["first"],
+        "departures": second["departures"],
+        "departures_first_text": first["departures"],
+        "needed_bytes": needed,
+        "weight_bytes": weights,
+        "missing_bytes": missing,
+        "link_bytes_per_s": rate,
+        "ready_seconds": round(ready - made, 1),
+        "tokens_hash": f"{zlib.crc32(out.cpu().numpy().tobytes()):08x}",
+        "seconds": [round(one, 5) for one in second["seconds"]],
+    }
+    if bound:
+        row.update(against="bound", ratio=bound / value)
+    if gm:
+        if options.timeline:
+            gm.session().lib.timeline_stop(gm.session().handle)
+        stats = gm.stats()
+        passes = options.tokens
+        row.update(
+            device_budget=stats["budget_bytes"]["device"],
+            device_peak=stats["peak_bytes"]["device"],
+            nonmodel_peak=stats["nonmodel_peak_bytes"],
+            host_peak=stats["peak_bytes"]["host"],
+            fetched_bytes_per_token=sum(stats["moved_bytes"]["host to device"].values()) // passes,
+            demand_bytes_per_token=stats["moved_bytes"]["host to device"]["demand"] // passes,
+            evicted_bytes=sum(stats["moved_bytes"]["device to host"].values()),
+            predicted_sec_per_token=stats["predicted_step_ns"] / 1e9,
+            stall_seconds_per_token=stats["stall_ns"] / 1e9 / passes,
+            # Of the chunks that operators wanted, those that were on the device or on their way.
+            hit_share=stats["acquire_hits"] / max(1, stats["acquire_hits"] + stats["acquire_misses"]),
+            chunk_bytes=stats["chunk_bytes"],
+            plans=stats["plans"],
+        )
+        if options.explain:
+            print(gm.explain(), file=sys.stderr)
+    elif cuda:
+        row["device_peak"] = torch.cuda.max_memory_reserved()
+    print("ROW " + json.dumps(row), flush=True)
+    if gm:
+        del model, out, ids
+        gm.close(force=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if options.one:
+        main()
+        sys.exit(0)
+    systems = options.system.replace("torch", "gpu").split(",")
+    if options.size not in SIZES or not set(systems) <= set(SYSTEMS):
+        print(
+            f"generate_torch: {options.size}, {options.system}: want a size of {', '.join(SIZES)}, "
+            f"systems of {', '.join(SYSTEMS)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    if min(options.prompt, options.batch) < 1 or options.tokens < 3:
+        print(
+            f"generate_torch: prompt {options.prompt}, batch {options.batch}, tokens {options.tokens}: want at least "
+            "1, 1 and 3",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    failed, rows = False, {}
+    for limit in options.device_mem.split(","):
+        for system in systems:
+            if ("gpu", None) in rows and system == "gpu":  # has no budget
+                continue
+            argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", system, "--device-mem", limit]
+            done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
+            print(done.stdout, end="", flush=True)
+            failed |= done.returncode != 0
+            for line in done.stdout.splitlines():
+                if line.startswith("ROW "):
+                    rows[system, None if system == "gpu" else limit] = json.loads(line[4:])
+    for limit in options.device_mem.split(","):
+        for against in "accelerate", "gpu":
+            ours, theirs = rows.get(("gemini", limit)), rows.get((against, None if against == "gpu" else limit))
+            if ours and theirs:
+                print(
+                    "ROW "
+                    + json.dumps(
+                        {
+                            "bench": "generate_torch",
+                            "case": ours["case"],
+                            "value": ours["value"],
+                            "unit": "s",
+                            "against": against,
+                            "ratio": theirs["value"] / ours["value"],
+                            "same_tokens": ours["tokens_hash"] == theirs["tokens_hash"],
+                        }
+                    ),
+                    flush=True,
+                )
+    sys.exit(1 if failed else 0)

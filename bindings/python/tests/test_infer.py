@@ -1,0 +1,425 @@
+"""Inference: weights only, planned apart from training, with torch's own tokens at any budget.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+import libgemini.torch as gm
+from conftest import overwrite_the_device, same_bits, tiny
+
+transformers = pytest.importorskip("transformers")
+CHUNK = 64 << 10
+TOKENS = 8
+
+
+def llama(seed=0, layers=4, hidden=128, **more):
+    """A LLaMA of random weights that never ends a text by itself."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": hidden,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **more})).eval()
+
+
+def prompt(rows, length, seed=0):
+    return torch.randint(3, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, ids, **more):
+    """The tokens of a text, greedily if nothing else is said."""
+    torch.manual_seed(3)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids), **more}
+    return model.generate(ids, **options)
+
+
+def weights(model):
+    return sum(param.nbytes for param in model.parameters())
+
+
+def share_of(model, share):
+    return int(weights(model) * share) // CHUNK * CHUNK
+
+
+@contextlib.contextmanager
+def departures(model):
+    """A context manager: gives a list that gets the departures so far after each call of the model."""
+    seen = []
+    hook = model.register_forward_hook(lambda *_: seen.append(gm.stats()["departures"]))
+    yield seen
+    hook.remove()
+
+
+def moved(link):
+    return sum(gm.stats()["moved_bytes"][link].values())
+
+
+TEXTS = {
+    "cache that grows": (prompt(1, 16), {}),
+    "longer prompt": (prompt(1, 40), {}),
+    "batch": (prompt(3, 12), {}),
+    "static cache": (prompt(1, 16), {"cache_implementation": "static"}),
+    "beams": (prompt(1, 16), {"num_beams": 3}),
+    "samples": (prompt(2, 9), {"do_sample": True, "top_k": 20}),
+    "no cache": (prompt(1, 9), {"use_cache": False}),
+}
+
+
+# ---- what is generated
+@pytest.mark.parametrize("share", [1.3, 0.3, 0.1])
+def test_tokens_are_torchs(session, share):
+    """Whatever part of the weights the device holds: torch's tokens, weights that are only read, no gradients, and no
+    departure, whichever way a text is generated."""
+    model = llama()
+    want = {name: generate(model, ids, **more) for name, (ids, more) in TEXTS.items()}
+    session(share_of(model, share))
+    model = gm.infer(llama())
+    for name, (ids, more) in TEXTS.items():
+        gm.stats_reset()
+        with departures(model) as seen:
+            assert torch.equal(generate(model, ids, **more), want[name]), name
+        assert len(seen) == TOKENS and seen[-1] == 0, name
+    assert moved("device to host") == moved("host to file") == 0
+    assert [kind for kind, *_ in gm.session().arenas.handles] == ["frozen"]
+    stats = gm.stats()
+    assert stats["planned_iterations"] >= stats["iterations"] - 4
+    moves = stats["moved_bytes"]["host to device"]
+    if share > 1:
+        assert not sum(moves.values())
+    else:  # all that comes, comes ahead of its use
+        assert moves["plan"] and not moves["demand"]
+
+
+def growing(model, bytes_of):
+    """Has each layer allocate device memory in each pass, as a cache on a GPU does: bytes_of(pass, rows). Returns a
+    function that frees it all."""
+    manager, held, passes = gm.session().manager, [], [0]
+
+    def grow(_, args, kwargs, out):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        held.append(manager.alloc(bytes_of(passes[0], hidden.shape[0] * hidden.shape[1])))
+
+    def count(*_):
+        passes[0] += 1
+
+    model.register_forward_hook(count)
+    for layer in model.model.layers:
+        layer.register_forward_hook(grow, with_kwargs=True)
+
+    def free():
+        passes[0] = 0
+        while held:
+            manager.free(held.pop())
+
+    return free
+
+
+def test_a_cache_on_the_device_grows_without_departures(session):
+    """The cache takes two thirds of the device in the end. From the third token of each text on nothing departs, nor
+    is anything fetched when it is wanted, but for the frames by which the cache has grown."""
+    model = llama()
+    budget = share_of(model, 0.5)
+    session(budget)
+    model = gm.infer(llama())
+    free = growing(model, lambda step, tokens: 512 * tokens)
+    want = generate(llama(), prompt(4, 8), max_new_tokens=100)
+    for ids, tokens in ((prompt(4, 8), 100), (prompt(1, 8), 20), (prompt(4, 8), 100)):
+        gm.stats_reset()
+        with departures(model) as seen:
+            out = generate(model, ids, max_new_tokens=tokens)
+        if len(ids) == 4:
+            assert torch.equal(out, want)
+            assert gm.stats()["nonmodel_peak_bytes"] > budget // 2
+        assert seen[-1] == seen[1] <= 2  # another batch is another variant
+        assert moved("device to host") == 0
+        free()
+    moves = gm.stats()["moved_bytes"]["host to device"]
+    assert moves["demand"] < moves["plan"] // 20
+    assert gm.stats()["plans"] < 40
+
+
+def test_models_take_turns(session):
+    """Two models in one session, texts of both by turns, one that drafts for the other, and an encoder with a
+    decoder."""
+    draft, model, t5 = llama(1, layers=2), llama(0), tiny("t5").eval()
+    t5.config.use_cache = True
+    ids = prompt(1, 12)
+
+    def texts(model, draft, t5):
+        for _ in range(2):
+            yield generate(model, ids)
+            yield generate(draft, ids)
+        yield generate(model, ids, assistant_model=draft)
+        for _ in range(3):
+            yield generate(t5, prompt(2, 7).remainder(160))
+
+    want = list(texts(model, draft, t5))
+    session(share_of(model, 0.3))
+    model, draft, t5 = gm.infer(llama(0)), gm.infer(llama(1, layers=2)), gm.infer(tiny("t5").eval())
+    t5.config.use_cache = True
+    seen, got = [], []
+    for one in texts(model, draft, t5):
+        got.append(one)
+        seen.append(gm.stats()["departures"])
+    same_bits(got, want)
+    assert seen[4] == 0  # each has its label
+    # A decoder's first pass also reads what its cache of the encoder's results is made with.
+    assert seen[-1] - seen[4] <= 4
+    assert moved("device to host") == 0
+
+
+def test_a_model_that_teaches_another_one(session):
+    """A model for inference beside one that is trained: passes of it within training steps and between them."""
+
+    def run(teacher, student, optimizer):
+        losses = []
+        for step in range(6):
+            ids = prompt(2, 8, seed=step)
+            logits = student(input_ids=ids).logits
+            wanted = teacher(input_ids=ids).logits.detach()
+            loss = torch.nn.functional.mse_loss(logits, wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+            if step % 2:
+                losses.append(teacher(input_ids=ids[:1]).logits.clone().detach())
+        return losses
+
+    small = {"layers": 2, "hidden": 64}
+    student = llama(1, **small)
+    want = run(llama(0, **small), student, torch.optim.SGD(student.parameters(), 0.1))
+    session("768KiB")
+    teacher, student = gm.infer(llama(0, **small)), llama(1, **small)
+    student, optimizer = gm.prepare(student, torch.optim.SGD(student.parameters(), 0.1))
+    same_bits(run(teacher, student, optimizer), want)
+    assert gm.stats()["departures"] == 0
+    assert all(param.grad is None for param in teacher.parameters())
+
+
+def test_pipelines(session):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(256)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w2", pad_token="w0")
+
+    def texts(model):
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        options = {"max_new_tokens": TOKENS, "do_sample": False}
+        return [pipe("w5 w9 w17", **options), *pipe(["w7 w7", "w30 w31 w32 w33"], batch_size=2, **options)]
+
+    want = texts(llama())
+    session(share_of(llama(), 0.3))
+    assert texts(gm.infer(llama())) == want
+    assert gm.stats()["departures"] == 0
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_compiled_blocks(session, cache):
+    def made():
+        model = llama(layers=3)
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+        return model
+
+    options = {"cache_implementation": "static"} if cache == "static" else {}
+    want = generate(llama(layers=3), prompt(1, 8), **options)
+    session(share_of(llama(layers=3), 0.6))
+    model = gm.infer(made())
+    for _ in range(2):
+        with departures(model) as seen:
+            assert torch.equal(generate(model, prompt(1, 8), disable_compile=True, **options), want)
+        assert seen[-1] == 0
+    assert moved("device to host") == 0
+
+
+def test_nothing_is_read_that_is_not_there(session):
+    model = llama()
+    want = generate(model, prompt(1, 8))
+    session(share_of(model, 0.3))
+    model = gm.infer(llama())
+    model.register_forward_hook(lambda *_: overwrite_the_device())
+    assert torch.equal(generate(model, prompt(1, 8)), want)
+
+
+def test_experts_come_as_the_router_chooses(session):
+    """Each pass chooses other experts, so no plan serves it for long; the tokens are torch's."""
+
+    def made():
+        model = tiny("mixtral").eval()
+        model.config.use_cache = True
+        model.set_experts_implementation("eager")
+        return model
+
+    want = generate(made(), prompt(1, 8).remainder(160))
+    session(share_of(made(), 0.4))
+    model = gm.infer(made())
+    assert torch.equal(generate(model, prompt(1, 8).remainder(160)), want)
+    assert moved("device to host") == 0
+
+
+def test_weights_can_be_loaded_anew(session, tmp_path):
+    first, second = llama(0), llama(1)
+    second.save_pretrained(tmp_path)
+    want = [generate(one, prompt(1, 8)) for one in (first, second)]
+    session(share_of(first, 0.3))
+    model = gm.infer(llama(0))
+    texts = [generate(model, prompt(1, 8))]
+    model.load_state_dict(second.state_dict())
+    texts.append(generate(model, prompt(1, 8)))
+    model.load_state_dict(first.state_dict())
+    texts.append(generate(model, prompt(1, 8)))
+    gm.load_weights(model, tmp_path)
+    texts.append(generate(model, prompt(1, 8)))
+    same_bits(texts, want + want)
+
+
+# ---- where weights come from
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders(session, tmp_path, dtype):
+    """A folder of transformers is a model: its class, its dtype, its tied weights, its settings for generation."""
+    model = llama(tie_word_embeddings=True).to(dtype)
+    model.generation_config.max_new_tokens = TOKENS
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    ids = prompt(1, 8)
+    want = model.generate(ids, attention_mask=torch.ones_like(ids))
+    assert want.shape[1] == 8 + TOKENS
+    session(share_of(model, 0.4), host_memory=weights(model) + 2 * CHUNK)  # there is no room for two
+    loaded = gm.infer(tmp_path)
+    assert type(loaded) is type(model) and loaded.dtype == dtype and not loaded.training
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.generate(ids, attention_mask=torch.ones_like(ids)), want)
+    assert moved("device to host") == 0
+
+
+def test_a_model_that_was_built_in_the_session(session):
+    want = generate(llama(), prompt(1, 8))
+    with session(share_of(llama(), 0.3)):
+        model = llama()
+    model = gm.infer(gm.infer(model))  # the second time nothing happens
+    for _ in range(2):
+        assert torch.equal(generate(model, prompt(1, 8)), want)
+        back = moved("device to host")
+        gm.stats_reset()
+    assert back == 0  # what was initialized on the device has left it during the first text
+    assert [kind for kind, *_ in gm.session().arenas.handles] == ["param"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("host", [0.4, 1.2])
+def test_weights_stay_in_their_files(session, tmp_path, host, dtype):
+    """With less host memory than weights these are read where they lie, again and again; with more they are read once.
+    Nothing is written, and there is no file tier. In 16 bits, a weight of another dtype is converted, and stays on the
+    host, or comes back there."""
+    model = llama(layers=6).to(dtype)
+    converts = dtype == torch.bfloat16
+    if converts:
+        model.lm_head.double()
+    model.save_pretrained(tmp_path, max_shard_size="700KB")
+    model.lm_head.to(dtype)
+    want = generate(model, prompt(1, 8))
+    session(share_of(model, 0.2), host_memory=share_of(model, host))
+    model = gm.infer(tmp_path, in_place=None if host < 1 else True)
+    assert moved("file to host") <= (CHUNK if converts else 0)  # which it shares with another weight
+    texts = []
+    for _ in range(2):
+        before = moved("file to host")
+        texts.append(generate(model, prompt(1, 8)))
+        texts[-1] = moved("file to host") - before, texts[-1]
+    assert all(torch.equal(text, want) for _, text in texts)
+    (first, _), (second, _) = texts
+    if host < 1:
+        assert second > weights(model)
+    else:
+        assert 0 < first <= weights(model) + CHUNK and second == 0
+    assert moved("host to file") == 0 and (converts or moved("device to host") == 0)
+    assert gm.stats()["departures"] == 0
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"")  # as a program that writes into the file does
+    if host < 1:
+        with pytest.raises(gm.GeminiError, match="was changed since a range of it was borrowed"):
+            generate(model, prompt(1, 8))
+    else:
+        assert torch.equal(generate(model, prompt(1, 8)), want)
+
+
+def test_weights_in_files_are_written_once(session, tmp_path):
+    """Weights that come from elsewhere, with less host memory than they have, lie in the session's files: written once,
+    then only read."""
+    model = llama()
+    want = generate(model, prompt(1, 8))
+    model.save_pretrained(tmp_path / "weights")
+    session(
+        share_of(model, 0.3), host_memory=share_of(model, 0.4), file=tmp_path, file_memory=weights(model) + 8 * CHUNK
+    )
+    model = gm.infer(tmp_path / "weights", in_place=False)
+    assert weights(model) <= moved("host to file") <= weights(model) + CHUNK
+    gm.stats_reset()
+    for _ in range(2):
+        assert torch.equal(generate(model, prompt(1, 8)), want)
+    assert moved("file to host")
+    assert moved("device to host") == moved("host to file") == 0
+
+
+# ---- what is refused
+def test_training_is_refused(session):
+    session("2MiB")
+    model = gm.infer(llama(layers=2, hidden=64))
+    ids = prompt(1, 8)
+    assert not any(param.requires_grad for param in model.parameters()) and not model.training
+    loss = model(input_ids=ids, labels=ids).loss
+    assert not loss.requires_grad
+    with pytest.raises(gm.GeminiError, match=r"infer\(\) keeps the weights of LlamaForCausalLM only.*call prepare\(\)"):
+        loss.backward()
+    states = torch.zeros(1, 8, 64, requires_grad=True)
+    assert not model(inputs_embeds=states).logits.requires_grad
+    with pytest.raises(gm.GeminiError, match=r"given to infer\(\), which keeps weights only"):
+        gm.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(gm.GeminiError, match="has a module that was"):
+        gm.prepare(torch.nn.Sequential(model))
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(gm.GeminiError, match=r"lm_head.weight needs gradients.*infer\(\) keeps weights only"):
+        model(input_ids=ids)
+    model.requires_grad_(False)
+    again = model(input_ids=ids, labels=ids).loss
+    assert torch.equal(again, loss)
+    trained = torch.nn.Linear(4, 4)
+    trained = gm.prepare(trained)
+    with pytest.raises(gm.GeminiError, match=r"was given to prepare\(\), so it may have gradients"):
+        gm.infer(trained)
+    trained(torch.ones(4)).sum().backward()  # others can be trained beside it
+
+
+def test_folders_that_are_refused(session, tmp_path):
+    session("2MiB")
+    with pytest.raises(gm.GeminiError, match="in_place is for folders"):
+        gm.infer(llama(layers=1, hidden=64), in_place=True)
+    with pytest.raises(gm.GeminiError, match="no checkpoint"):
+        gm.infer(tmp_path / "none")
+    model = llama(layers=2, hidden=64)
+    model.config.architectures = ["NoSuchModel"]
+    model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace("LlamaForCausalLM", "NoSuchModel")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(gm.GeminiError, match="NoSuchModel, which transformers does not have"):
+        gm.infer(tmp_path)
+
+
+def test_a_parameter_that_does_not_fit_is_told(session):
+    model = llama(layers=1)
+    session("64KiB")
+    with pytest.warns(UserWarning, match=r"device_memory leaves 65536 bytes: a pass that uses all of parameter"):
+        gm.infer(model)

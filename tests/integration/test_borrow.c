@@ -1,0 +1,272 @@
+/* gemini_borrow(): ranges whose bytes stay in files of the caller's until they are wanted. SPDX-License-Identifier:
+ * Apache-2.0 */
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include "world.h"
+
+#define OK(call) CHECK_OK(call)
+enum { CHUNK = WORLD_CHUNK, SEED = 5, HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE, FILES = GEMINI_TIER_FILE };
+
+/* An unnamed file of the pattern. */
+static int file_of(uint64_t size) {
+  int fd = memfd_create("weights", MFD_CLOEXEC);
+  CHECK(fd >= 0 && ftruncate(fd, (off_t)size) == 0);
+  void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  CHECK(at != MAP_FAILED);
+  world_write(at, 0, size, SEED);
+  munmap(at, size);
+  return fd;
+}
+
+/* Are these bytes those of the file from file_offset on? In pieces, as the range may be larger than the tier. */
+static bool reads_file(const world_t *w, gemini_tensor_t t, uint64_t offset, uint64_t size, uint64_t file_offset,
+                       uint32_t tier) {
+  for (uint64_t at = 0; at < size; at += CHUNK) {
+    const uint64_t part = size - at < CHUNK ? size - at : CHUNK;
+    gemini_access_t a = world_part(t, offset + at, part, GEMINI_READ, tier);
+    OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+    const bool right = world_reads(a.ptr, file_offset + at, part, SEED);
+    OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+    if (!right) return false;
+  }
+  return true;
+}
+
+static uint64_t moved(const world_t *w, int link) {
+  const figures_t s = world_stats(w);
+  uint64_t bytes = 0;
+  for (int i = 0; i < GEMINI_REASON_COUNT; i++) bytes += s.moved_bytes[link][i];
+  return bytes;
+}
+
+/* Weights of 40 chunks with 6 chunks of host memory and no file tier: they are read where they lie, again and again,
+ * and nothing is ever copied back. */
+static void test_borrowed_weights_need_no_memory(void) {
+  const uint64_t size = 40 * CHUNK + 700;
+  int fd = file_of(size + 1234);
+  world_t w = world_open(world_config(4, 6, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", size);
+  gemini_access_t all = world_whole(t, 0, 0);
+  OK(gemini_borrow(w.mgr, &all, fd, 1234));
+  close(fd);
+  CHECK_EQ(world_tier_bytes(&w, t, FILES), size);
+  CHECK_EQ(world_tensor_info(&w, t).state, GEMINI_STATE_HOLD);
+  CHECK_EQ(moved(&w, LINK_F2H), 0);
+  for (int round = 0; round < 2; round++) CHECK(reads_file(&w, t, 0, size, 1234, DEVICE));
+  CHECK_EQ(moved(&w, LINK_F2H), moved(&w, LINK_H2D));
+  CHECK_EQ(moved(&w, LINK_D2H) + moved(&w, LINK_H2F), 0);
+  CHECK(reads_file(&w, t, 0, size, 1234, HOST));
+  CHECK_EQ(moved(&w, LINK_H2F), 0);
+  figures_t s = world_stats(&w);
+  CHECK_EQ(s.used_bytes[FILES], 0);
+  CHECK(s.peak_bytes[HOST] <= s.budget_bytes[HOST]);
+  world_close(&w);
+}
+
+/* The same under a plan: passes over all weights, with the bytes of the file in each operator. */
+static void test_borrowed_weights_under_a_plan(void) {
+  enum { TENSORS = 12, BYTES = 3 * CHUNK + 512 };
+  int fd = file_of(TENSORS * BYTES);
+  world_t w = world_open(world_config(12, 10, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t[TENSORS];
+  for (int i = 0; i < TENSORS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "t%d", i);
+    t[i] = world_tensor(&w, arena, name, BYTES);
+    gemini_access_t all = world_whole(t[i], 0, 0);
+    OK(gemini_borrow(w.mgr, &all, fd, (uint64_t)i * BYTES));
+  }
+  for (int pass = 0; pass < 5; pass++) {
+    OK(gemini_iteration_begin(w.mgr));
+    for (uint64_t i = 0; i < TENSORS; i++) {
+      OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
+      gemini_access_t a = world_whole(t[i], GEMINI_READ, DEVICE);
+      OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      CHECK(world_reads(a.ptr, i * BYTES, BYTES, SEED));
+      OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      OK(gemini_op_end(w.mgr));
+    }
+    OK(gemini_iteration_end(w.mgr));
+  }
+  CHECK_EQ(world_stats(&w).departures, 0);
+  CHECK_EQ(world_stats(&w).planned_iterations, 4);
+  CHECK_EQ(moved(&w, LINK_D2H), 0);
+  close(fd);
+  world_close(&w);
+}
+
+static void test_a_file_that_changes_is_not_read(void) {
+  char path[] = "/tmp/gemini-test.XXXXXX";
+  int fd = mkstemp(path);
+  static uint8_t bytes[4 * CHUNK];
+  world_write(bytes, 0, sizeof bytes, SEED);
+  CHECK_EQ(pwrite(fd, bytes, sizeof bytes, 0), sizeof bytes);
+  world_t w = world_open(world_config(4, 4, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 4 * CHUNK);
+  gemini_access_t half = world_part(t, 0, 2 * CHUNK, 0, 0), rest = world_part(t, 2 * CHUNK, 2 * CHUNK, 0, 0);
+  OK(gemini_borrow(w.mgr, &half, fd, 0));
+  unlink(path); /* or replaced: the bytes are those of the file that was borrowed */
+  CHECK(reads_file(&w, t, 0, CHUNK, 0, HOST));
+  struct timespec times[2] = { { .tv_sec = 5 }, { .tv_sec = 5 } };
+  CHECK_EQ(futimens(fd, times), 0);
+  gemini_access_t a = world_part(t, CHUNK, CHUNK, GEMINI_READ, HOST);
+  for (int i = 0; i < 2; i++) {
+    CHECK_STATUS(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_FORMAT);
+    CHECK(strstr(world_error().message, "was changed since a range of it was borrowed"));
+    CHECK(strstr(world_error().message, "chunk 1 of arena weights"));
+  }
+  CHECK(reads_file(&w, t, 0, CHUNK, 0, HOST)); /* which was read before */
+  CHECK_STATUS(gemini_borrow(w.mgr, &rest, fd, 0), GEMINI_ERR_FORMAT);
+  CHECK_EQ(ftruncate(fd, 2 * CHUNK), 0);
+  close(fd);
+  world_close(&w);
+}
+
+static void test_borrow_refusals_change_nothing(void) {
+  int fd = file_of(3 * CHUNK);
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * CHUNK);
+  world_fill(&w, t, 0, 2 * CHUNK, HOST, 1);
+  gemini_access_t all = world_whole(t, 0, 0), a = world_part(t, 0, 1, GEMINI_READ, HOST);
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, CHUNK + 1), GEMINI_ERR_FORMAT);
+  CHECK(strstr(world_error().message, "ends at offset 196608, the range needs 196609 bytes"));
+  CHECK(!strcmp(world_error().operation, "gemini_borrow"));
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, -1, 0), GEMINI_ERR_INVALID);
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, INT64_MAX), GEMINI_ERR_INVALID);
+  int pipes[2];
+  CHECK_EQ(pipe(pipes), 0);
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, pipes[0], 0), GEMINI_ERR_INVALID);
+  CHECK(strstr(world_error().message, "is not of a regular file"));
+  close(pipes[0]), close(pipes[1]);
+  OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, 0), GEMINI_ERR_BUSY);
+  OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK(world_holds(&w, t, 0, 2 * CHUNK, 1));
+  OK(gemini_borrow(w.mgr, &all, fd, CHUNK));
+  CHECK(reads_file(&w, t, 0, 2 * CHUNK, CHUNK, DEVICE));
+  close(fd);
+  world_close(&w);
+}
+
+/* Borrowed bytes take no room in the file tier, so they do not leave their files when that becomes smaller. */
+static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
+  int fd = file_of(8 * CHUNK);
+  world_t w = world_open(world_config(2, 4, 4));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_arena_t states = world_arena(&w, GEMINI_KIND_OTHER, 1, "states", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 8 * CHUNK), state = world_tensor(&w, states, "s", CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0), down = world_whole(state, 0, FILES);
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  world_fill(&w, state, 0, CHUNK, HOST, 9);
+  OK(gemini_move(w.mgr, &down, 1));
+  CHECK(world_holds(&w, state, 0, CHUNK, 9));
+  CHECK(reads_file(&w, t, 0, 3 * CHUNK, 0, HOST)); /* these have copies on the host now */
+  CHECK_EQ(world_stats(&w).used_bytes[FILES], CHUNK);
+  OK(gemini_budget_set(w.mgr, FILES, 0));
+  for (int round = 0; round < 2; round++) CHECK(reads_file(&w, t, 0, 8 * CHUNK, 0, HOST));
+  CHECK_EQ(moved(&w, LINK_H2F), CHUNK);
+  close(fd);
+  world_close(&w);
+}
+
+/* A checkpoint has bytes of its own of what was borrowed. */
+static void test_a_checkpoint_of_borrowed_bytes_is_whole(void) {
+  int fd = file_of(4 * CHUNK);
+  char dir[64];
+  dir_make(dir);
+  gemini_config_t c = world_config(4, 8, 12);
+  c.file_dir = dir;
+  c.checkpoint_name = "kept";
+  for (int round = 0; round < 2; round++) {
+    world_t w = world_open(c);
+    gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+    gemini_tensor_t t = world_tensor(&w, arena, "t", 4 * CHUNK);
+    gemini_access_t all = world_whole(t, 0, 0);
+    if (!round) {
+      OK(gemini_borrow(w.mgr, &all, fd, 0));
+      OK(gemini_checkpoint(w.mgr));
+      CHECK_EQ(ftruncate(fd, 0), 0);
+    } else {
+      OK(gemini_resume(w.mgr));
+    }
+    CHECK(reads_file(&w, t, 0, 4 * CHUNK, 0, HOST));
+    CHECK_EQ(gemini_manager_close(w.mgr), GEMINI_OK);
+  }
+  close(fd);
+  char path[256];
+  snprintf(path, sizeof path, "%s/kept.index", dir), unlink(path);
+  snprintf(path, sizeof path, "%s/kept.0.chunks", dir), unlink(path);
+  CHECK_EQ(rmdir(dir), 0);
+}
+
+/* ---- random calls, beside one array */
+static uint64_t draw(uint64_t *state, uint64_t below) {
+  *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+  return (*state >> 33) % below;
+}
+static void random_calls(uint64_t seed, uint64_t file_chunks) {
+  enum { BYTES = 11 * CHUNK + 300, FILE_BYTES = 20 * CHUNK };
+  static uint8_t want[BYTES], other[BYTES];
+  uint64_t state = seed * 77 + 1;
+  int fd = file_of(FILE_BYTES), second = file_of(FILE_BYTES);
+  memset(want, 0, sizeof want);
+  world_t w = world_open(world_config(3, file_chunks ? 4 : 14, file_chunks));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", BYTES);
+  for (int call = 0; call < 120; call++) {
+    uint64_t offset = draw(&state, BYTES), size = 1 + draw(&state, BYTES - offset), from = draw(&state, CHUNK);
+    const uint32_t tier = draw(&state, 2) ? HOST : DEVICE;
+    uint64_t kind = draw(&state, 8);
+    if (kind > 3 && kind < 7 && size > 2 * CHUNK) size = 2 * CHUNK;
+    gemini_access_t a = world_part(t, offset, size, kind == 5 ? GEMINI_READ_WRITE : GEMINI_READ, tier);
+    if (kind < 3) {
+      OK(gemini_borrow(w.mgr, &a, draw(&state, 2) ? fd : second, from));
+      world_write(want + offset, from, size, SEED);
+    } else if (kind == 3) {
+      OK(gemini_load(w.mgr, &a, fd, from));
+      world_write(want + offset, from, size, SEED);
+    } else if (kind < 6) {
+      OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      CHECK(!memcmp(a.ptr, want + offset, size));
+      if (kind == 5) {
+        world_write(a.ptr, 0, size, (uint64_t)call + 1);
+        world_write(want + offset, 0, size, (uint64_t)call + 1);
+      }
+      OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    } else if (kind == 6) {
+      OK(gemini_zero(w.mgr, &a));
+      memset(want + offset, 0, size);
+    } else {
+      a.tier = file_chunks && draw(&state, 2) ? FILES : HOST;
+      if (a.tier == FILES || !file_chunks) OK(gemini_move(w.mgr, &a, 1));
+    }
+  }
+  int out = memfd_create("out", MFD_CLOEXEC);
+  gemini_access_t all = world_whole(t, 0, 0);
+  OK(gemini_store(w.mgr, &all, out, 0));
+  CHECK_EQ(pread(out, other, BYTES, 0), BYTES);
+  CHECK(!memcmp(other, want, BYTES));
+  close(fd), close(second), close(out);
+  world_close(&w);
+}
+static void test_random_calls_have_the_bytes_of_one_array(void) {
+  for (uint64_t seed = 0; seed < 40; seed++) random_calls(seed, seed % 2 ? 30 : 0);
+}
+
+int main(void) {
+  RUN(test_borrowed_weights_need_no_memory);
+  RUN(test_borrowed_weights_under_a_plan);
+  RUN(test_a_file_that_changes_is_not_read);
+  RUN(test_borrow_refusals_change_nothing);
+  RUN(test_borrowed_bytes_are_not_in_the_file_tier);
+  RUN(test_a_checkpoint_of_borrowed_bytes_is_whole);
+  RUN(test_random_calls_have_the_bytes_of_one_array);
+  return check_done();
+}
