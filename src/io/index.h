@@ -41,10 +41,10 @@ typedef struct gmi_index {
  * with gmi_index_free(). */
 gemini_status_t gmi_index_read(const gmi_sys_t *sys, const char *path, gmi_index_t *index_out);
 /* Replaces the file: writes a new one at the path `beside`, syncs it and renames it to path. A file system of a network
- * may report that a rename failed which was done; so after a failure of it the file at path is compared with the new one.
- * *in_force_out: the new file is at path, or, after a failure, may be, as the file there cannot be read. Otherwise the old
- * file stays. IO, OOM_FILE, OOM_SYSTEM. The directory is not synced: the caller does that, and so can tell a failure that
- * leaves the old file from one after which either may survive. */
+ * may report that a rename failed which was done; so after a failure of it the file at path is compared with the new
+ * one. *in_force_out: the new file is at path, or, after a failure, may be, as the file there cannot be read. Otherwise
+ * the old file stays. IO, OOM_FILE, OOM_SYSTEM. The directory is not synced: the caller does that, and so can tell a
+ * failure that leaves the old file from one after which either may survive. */
 gemini_status_t gmi_index_write(const gmi_sys_t *sys, const char *path, const char *beside, const gmi_index_t *index,
                                 bool *in_force_out);
 void gmi_index_free(gmi_index_t *index);
