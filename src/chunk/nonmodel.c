@@ -207,7 +207,7 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   if (bytes > m->nonmodel.peak) gmi_stat_set(&m->nonmodel.peak, bytes);
   if (bytes > m->nonmodel.peak_op) m->nonmodel.peak_op = bytes;
   gmi_nonmodel_peak(m);
-  m->trace.observer->counters_change(m);
+  gmi_counters_change(m);
   *ptr_out = m->nonmodel.base + block.offset;
   return GEMINI_OK;
 }
@@ -222,7 +222,7 @@ static inline bool nonmodel_free(gmi_manager_t *m, void *ptr, uint32_t stream) {
     return false;
   }
   gmi_stat_set(&m->stats.nonmodel_bytes, gmi_heap_bytes_used(m->nonmodel.heap));
-  m->trace.observer->counters_change(m);
+  gmi_counters_change(m);
   return true;
 }
 

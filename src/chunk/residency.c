@@ -465,7 +465,7 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
   /* A fresh frame does not make the copies in other tiers invalid yet: if the batch fails before the commit, the frame
    * is dropped and they are still the chunk's bytes. The commit calls gmi_chunk_wrote(). */
   gmi_chunk_arrived(m, c, frame, arrive, fresh);
-  m->trace.observer->counters_change(m);
+  gmi_counters_change(m);
   return GEMINI_OK;
 }
 
@@ -474,7 +474,7 @@ static void give_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
   gmi_frame_give(m, frame, fence);
   gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), fence);
   if (gmi_chunk_is_gathered(m, c)) gmi_gathered_count(m, c, -1u);
-  m->trace.observer->counters_change(m);
+  gmi_counters_change(m);
 }
 
 void gmi_chunk_leave_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence) {

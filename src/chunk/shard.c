@@ -343,7 +343,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
   gmi_chunk_arrived(m, c, frame, arrive, fresh);
   gmi_gathered_unsettle(m, c);
   gmi_gathered_count(m, c, 1);
-  m->trace.observer->counters_change(m);
+  gmi_counters_change(m);
   return GEMINI_OK;
 }
 

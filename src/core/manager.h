@@ -529,6 +529,10 @@ static inline gmi_link_t *gmi_link_out(gmi_manager_t *m) { return gmi_link(m, GE
 static inline gmi_link_t *gmi_link_file(gmi_manager_t *m, bool write) {
   return write ? gmi_link(m, GEMINI_TIER_HOST, GEMINI_TIER_FILE) : gmi_link(m, GEMINI_TIER_FILE, GEMINI_TIER_HOST);
 }
+/* The bytes in use of a tier have changed: reports that if a timeline is being written. */
+static inline void gmi_counters_change(gmi_manager_t *m) {
+  if (m->trace.timeline) m->trace.observer->counters_change(m);
+}
 static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_tier == GEMINI_TIER_DEVICE; }
 void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */

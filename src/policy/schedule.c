@@ -91,6 +91,26 @@ static void find_targets(const gmi_model_t *model, const gmi_hits_t *hits, uint3
   }
 }
 
+/* Takes a frame in each stage before `at`, the nearest first, until one has none or the stage is lowest. Returns the
+ * stage reached. room: [stages]; stages below 0 are those of the iteration before. */
+static int32_t take_frames(uint32_t *room, int32_t stages, int32_t at, int32_t lowest) {
+  while (at > lowest) {
+    const int32_t end = at > 0 ? at : at + stages, span = at - lowest < end ? at - lowest : end;
+    int32_t taken = 0;
+    /* Most of the time of a plan goes here: eight stages at once, which compilers turn into vectors. */
+    for (; span - taken >= 8; taken += 8) {
+      uint32_t *part = &room[end - taken - 8], lacking = 0;
+      for (int i = 0; i < 8; i++) lacking |= part[i] == 0;
+      if (lacking) break;
+      for (int i = 0; i < 8; i++) part[i]--;
+    }
+    while (taken < span && room[end - taken - 1] > 0) room[end - ++taken]--;
+    at -= taken;
+    if (taken < span) break;
+  }
+  return at;
+}
+
 /* Replaces each target in issue by the stage in which the fetch is issued, in order of need: starting at the use,
  * goes back one stage at a time while that stage has a free frame, takes the frame, and stops at the target, at the
  * fetch before it, or at the first stage in which the chunk may be fetched again. */
@@ -112,15 +132,10 @@ static gemini_status_t issue_stages(const gmi_model_t *model, const gmi_hits_t *
       uint32_t first = model->stage_first[j], end = model->stage_first[j + 1], op = model->stage_op[j];
       for (uint32_t x = first; x < end; x++) {
         if (round == 0 || !is_fetch(model, hits, x)) continue;
-        int32_t lowest = ready[model->access[x] & GMI_MODEL_CHUNK], at = j;
+        int32_t lowest = ready[model->access[x] & GMI_MODEL_CHUNK];
         if (lowest < issue[f]) lowest = issue[f];
         if (lowest < before) lowest = before;
-        for (; at > lowest; at--) {
-          uint32_t *stage_room = &room[at > 0 ? at - 1 : at - 1 + stages];
-          if (*stage_room == 0) break;
-          --*stage_room;
-        }
-        issue[f++] = before = at;
+        issue[f++] = before = take_frames(room, stages, j, lowest);
       }
       for (uint32_t x = first; x < end; x++) ready[model->access[x] & GMI_MODEL_CHUNK] = base + j + 1;
       if (j + 1 < stages && model->stage_op[j + 1] == op) continue;

@@ -123,10 +123,8 @@ void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, u
 }
 
 void gmi_timeline_counters(gmi_manager_t *m) {
-  gmi_timeline_t *t = m->trace.timeline;
-  if (!t) return;
   uint64_t now = m->device.ops->now(m->device.self);
-  event_t *e = add_event(t);
+  event_t *e = add_event(m->trace.timeline);
   if (!e) return;
   e->type = 'C';
   e->known = true;
