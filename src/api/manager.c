@@ -3,13 +3,14 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Opening builds a manager from the bottom up (device, streams, host, files, tracer, workers, updates, watchdog) and
- * publishes its handle last. A failure on the way, like closing, ends in manager_free(), which takes a manager apart
- * in the order that its threads and its queued work require, and copes with parts that were never opened. */
+ * publishes its handle last. A failure on the way, like closing, ends in gmi_manager_free(), which takes a manager
+ * apart in the order that its threads and its queued work require, and copes with parts that were never opened. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "api/manager.h"
 #include "base/abi.h"
 #include "base/log.h"
 #include "base/nvtx.h"
@@ -39,8 +40,8 @@ static gemini_status_t check_fraction(const char *name, double value) {
 }
 
 /* Checks a configuration and replaces zeros by defaults. The values that depend on the device (chunk_bytes) are
- * checked by manager_open(). */
-static gemini_status_t config_check(gemini_config_t *c) {
+ * checked by gmi_manager_make(). */
+static gemini_status_t config_check(gemini_config_t *c, bool plans_only) {
   const uint32_t flags = GEMINI_CONFIG_STRICT | GEMINI_CONFIG_EXPLAIN_FAULTS;
   if (c->flags & ~flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~flags);
   if (c->flags & GEMINI_CONFIG_EXPLAIN_FAULTS && c->device != GEMINI_DEVICE_SIMULATED)
@@ -89,7 +90,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
   if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, must be 0 to %d", c->file_engine,
                     GEMINI_FILE_ENGINE_THREADS);
-  if (c->file_bytes && (!c->file_dir || !*c->file_dir))
+  if (c->file_bytes && (!c->file_dir || !*c->file_dir) && !plans_only)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_bytes is %llu but file_dir is not set",
                     (unsigned long long)c->file_bytes);
   status = check_fraction("static_param_fraction", c->static_param_fraction);
@@ -102,7 +103,7 @@ static gemini_status_t config_check(gemini_config_t *c) {
 /* Takes the manager apart; no other thread uses it any more. Order: the threads that queue work (deferred updates,
  * files, workers) end first, then all streams are drained, and only then the memory that queued work may access is
  * freed, the device last. */
-static void manager_free(gmi_manager_t *m) {
+void gmi_manager_free(gmi_manager_t *m) {
   gmi_faults_close(m);
   gmi_updates_close(m);
   if (m->update.workers) gmi_workers_drain(m, "gemini_manager_close");
@@ -143,11 +144,10 @@ static void manager_free(gmi_manager_t *m) {
   free(m);
 }
 
-static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manager_t *mgr_out) {
-  if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
+gemini_status_t gmi_manager_make(const gemini_config_t *theirs, bool plans_only, gmi_manager_t **manager_out) {
   gemini_config_t config;
   gemini_status_t status = gmi_struct_in(&config, sizeof config, theirs, GMI_V1_CONFIG, "config");
-  if (!status) status = config_check(&config);
+  if (!status) status = config_check(&config, plans_only);
   if (status) return status;
   gmi_manager_t *m = aligned_alloc(_Alignof(gmi_manager_t), sizeof *m);
   if (!m) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager (%zu bytes)", sizeof *m);
@@ -158,6 +158,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
+  m->trace.plans_only = plans_only;
   m->trace.observer = &gmi_tracer_observer;
   m->trace.advice = &gmi_tracer_advice;
   m->hook.when_locked = gmi_hook_drain;
@@ -169,24 +170,26 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   m->config.file_dir = m->config.checkpoint_name = NULL;
   m->file.sys = gmi_files_sys;
   m->cut.padding = gmi_sizes_padding;
-  m->device.ops = config.device == GEMINI_DEVICE_CUDA ? &gmi_device_cuda : &gmi_device_sim;
+  const bool cuda = config.device == GEMINI_DEVICE_CUDA && !plans_only;
+  m->device.ops = cuda ? &gmi_device_cuda : &gmi_device_sim;
   m->tensors.free = GMI_NONE;
   m->tensors.at = gmi_space((uint64_t)GMI_TENSORS * sizeof *m->tensors.at);
   m->tensors.bucket_count = 1024;
   m->tensors.buckets = malloc(m->tensors.bucket_count * sizeof *m->tensors.buckets);
-  if (config.file_bytes) m->file.dir = strdup(config.file_dir);
+  const bool files = config.file_bytes && !plans_only;
+  if (files) m->file.dir = strdup(config.file_dir);
   if (config.checkpoint_name) m->file.checkpoint_name = strdup(config.checkpoint_name);
-  if (!m->tensors.at || !m->tensors.buckets || (config.file_bytes && !m->file.dir) ||
+  if (!m->tensors.at || !m->tensors.buckets || (files && !m->file.dir) ||
       (config.checkpoint_name && !m->file.checkpoint_name)) {
-    manager_free(m);
+    gmi_manager_free(m);
     return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a manager's tables");
   }
   memset(m->tensors.buckets, 0xff, m->tensors.bucket_count * sizeof *m->tensors.buckets);
-  gmi_device_config_t device = { .ordinal = config.device_ordinal,
-                                 .memory_bytes = config.device_bytes,
+  gmi_device_config_t device = { .ordinal = plans_only ? 0 : config.device_ordinal,
+                                 .memory_bytes = plans_only ? 1 : config.device_bytes,
                                  .h2d_bytes_per_s = config.sim_h2d_bytes_per_s,
                                  .d2h_bytes_per_s = config.sim_d2h_bytes_per_s };
-  const uint64_t unit = config.device == GEMINI_DEVICE_CUDA ? GMI_DEVICE_CUDA_UNIT : 4096;
+  const uint64_t unit = cuda ? GMI_DEVICE_CUDA_UNIT : 4096;
   device.memory_bytes -= device.memory_bytes % unit;
   if (!device.memory_bytes) device.memory_bytes = unit;
   gmi_nvtx_open();
@@ -195,7 +198,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     m->device.self = NULL;
     gmi_fail_prefix("device %s could not be opened with %llu bytes: ", m->device.ops->name,
                     (unsigned long long)device.memory_bytes);
-    manager_free(m);
+    gmi_manager_free(m);
     return status;
   }
   m->device.granularity = m->device.ops->memory.granularity(m->device.self);
@@ -204,7 +207,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "chunk_bytes is %llu, must be a power of two from %llu to 1 GiB",
                       (unsigned long long)c,
                       (unsigned long long)(m->device.granularity > 65536 ? m->device.granularity : 65536));
-  } else {
+  } else if (!plans_only) { /* a forecast says what lacks */
     const uint64_t usable = config.device_bytes - config.device_margin_bytes;
     const uint64_t least = gmi_sizes_of(m, gmi_chunk_min(m)).frame_bytes; /* of c, if it is configured */
     if (least > usable && c)
@@ -220,7 +223,7 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_out(m)->stream);
   if (!status) status = gmi_stream_open(m, true, NULL, &m->update.stream);
   if (!status) status = gmi_host_open(m);
-  if (!status) status = gmi_files_open(m);
+  if (!status && !plans_only) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
   if (!status) status = gmi_workers_open(m, config.update_threads);
   if (!status) status = gmi_updates_open(m);
@@ -230,15 +233,24 @@ static gemini_status_t manager_open(const gemini_config_t *theirs, gemini_manage
   if (status) {
     gmi_failure_t first;
     gmi_fail_keep(status, &first);
-    manager_free(m);
+    gmi_manager_free(m);
     return gmi_fail_again(&first);
   }
+  *manager_out = m;
+  return GEMINI_OK;
+}
+
+static gemini_status_t manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out) {
+  if (!mgr_out) return gmi_fail(GEMINI_ERR_INVALID, 0, "mgr_out is NULL");
+  gmi_manager_t *m;
+  gemini_status_t status = gmi_manager_make(config, false, &m);
+  if (status) return status;
   bool full;
   if (gmi_manager_enter(m, &full)) {
     *mgr_out = gmi_handle_of(m->identity.id);
     return GEMINI_OK;
   }
-  manager_free(m);
+  gmi_manager_free(m);
   return full ? gmi_fail(GEMINI_ERR_INVALID, 0, "%u managers are open, the limit is %u", GMI_MANAGERS, GMI_MANAGERS)
               : gmi_fail(GEMINI_ERR_INVALID, 0, "this process has used all handles that managers can have");
 }
@@ -294,7 +306,7 @@ static gemini_status_t manager_close(gemini_manager_t mgr) {
   if (status) gmi_fail(status, m->failure.native_code, "an earlier asynchronous failure: %s", m->failure.message);
   else status = updates.status ? gmi_fail_again(&updates) : gmi_workers_failure(m); /* of an update that ended since */
   if (status) gmi_fail_keep(status, &first); /* weighs more than a timeline that was not written */
-  manager_free(m);
+  gmi_manager_free(m);
   return gmi_fail_again(&first);
 }
 

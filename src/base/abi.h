@@ -21,6 +21,7 @@ enum {
   GMI_V1_LINK_STATS = 48,
   /* gemini/address.h */
   GMI_V1_LOCATION = 40,
+  GMI_V1_FORECAST = 184,
   /* gemini/group.h */
   GMI_V1_GROUP_CONFIG = 48,
   GMI_V1_COMM = 72,

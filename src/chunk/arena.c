@@ -71,12 +71,17 @@ void gmi_arenas_write(gmi_manager_t *m, FILE *file, bool slices) {
   }
 }
 
-const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS], char name[GMI_ARENA_NAME]) {
-  uint64_t n[5], size; /* number, kind, element_bytes, like, store */
+/* numbers: number, kind, element_bytes, like, store */
+static bool arena_line(const char *at, uint64_t numbers[5], uint64_t *size_out, char name[GMI_ARENA_NAME]) {
   *name = 0;
-  if (!gmi_numbers_at(&at, ' ', UINT32_MAX, 5, n) || !gmi_number_at(&at, ' ', UINT64_MAX, &size) ||
-      n[0] >= GMI_ARENAS || n[3] >= GMI_ARENAS || n[4] >= GMI_ARENAS || !gmi_name_read(at, name, GMI_ARENA_NAME))
-    return "malformed arena";
+  return gmi_numbers_at(&at, ' ', UINT32_MAX, 5, numbers) && gmi_number_at(&at, ' ', UINT64_MAX, size_out) &&
+         numbers[0] < GMI_ARENAS && numbers[3] < GMI_ARENAS && numbers[4] < GMI_ARENAS &&
+         gmi_name_read(at, name, GMI_ARENA_NAME);
+}
+
+const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS], char name[GMI_ARENA_NAME]) {
+  uint64_t n[5], size;
+  if (!arena_line(at, n, &size, name)) return "malformed arena";
   const gmi_arena_t *a = arena_named(m, name);
   if (!a || a->kind != n[1] || a->element_bytes != n[2] || atomic_load(&a->size) != size ||
       (a->store == a->index) != (n[4] == n[0]))
@@ -649,6 +654,26 @@ gemini_status_t gmi_arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size
   }
   *offset_out = offset;
   return status;
+}
+
+const char *gmi_arena_make(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS], char name[GMI_ARENA_NAME]) {
+  uint64_t n[5], size, offset;
+  if (!arena_line(at, n, &size, name)) return "malformed arena";
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  const bool follows = n[3] != n[0], reuses = n[4] != n[0];
+  const uint32_t base = arena_of[reuses ? n[4] : n[3]];
+  gmi_arena_t *followed = follows && base != GMI_NONE ? gmi_arena_at(m, base) : NULL;
+  if ((follows || reuses) && !followed) return "it follows an arena that is not in a line above";
+  c.kind = (uint32_t)n[1];
+  c.element_bytes = (uint32_t)n[2];
+  c.capacity_bytes = size ? size : 1;
+  c.name = name;
+  if (followed) *(reuses ? &c.reuse : &c.like) = gmi_handle(m, GMI_HANDLE_ARENA, followed->generation, followed->index);
+  gemini_arena_t made;
+  if (arena_create(m, &c, &made)) return "an arena that cannot be made";
+  gmi_arena_t *a = gmi_arena_get(m, made);
+  if (!follows && size && gmi_arena_extend(m, a, size, &offset)) return "an arena of an impossible size";
+  return gmi_arena_read(m, at, arena_of, name);
 }
 
 static gemini_status_t arena_take(gmi_manager_t *m, gemini_arena_t arena, uint64_t size_bytes, uint64_t *offset_out,

@@ -95,6 +95,9 @@ gemini_status_t gmi_range_resolve_any(gmi_manager_t *m, const gemini_access_t *a
 void gmi_arenas_write(gmi_manager_t *m, FILE *file, bool slices);
 const char *gmi_arena_read(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS],
                            char name_out[GMI_ARENA_NAME]);
+/* As gmi_arena_read(), but makes the arena first. */
+const char *gmi_arena_make(gmi_manager_t *m, const char *at, uint32_t arena_of[GMI_ARENAS],
+                           char name_out[GMI_ARENA_NAME]);
 /* Takes size_bytes more of the arena, and of all that follow it, at *offset_out. */
 gemini_status_t gmi_arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size_bytes, uint64_t *offset_out);
 /* chunk/tensor.c, for an arena that goes: marks all its tensors DEAD, or none (BUSY: one is acquired); takes the marks

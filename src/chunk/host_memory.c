@@ -85,7 +85,7 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
                       "host_bytes is 0, but the system does not tell how much memory is free: set host_bytes");
   }
   gmi_stat_set(&m->stats.budget_bytes[GEMINI_TIER_HOST], m->config.host_bytes);
-  status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
+  if (!m->trace.plans_only) status = gmi_limits_check(&limits, "host_bytes", m->config.host_bytes, false);
   if (status) return status;
   /* Reserve addresses up to the process's memory limit, so that the budget can grow; addresses cost nothing. */
   uint64_t most = limits.memory.limit_bytes == GMI_LIMIT_NONE ? 0 : limits.memory.limit_bytes;

@@ -339,6 +339,7 @@ typedef struct gmi_manager {
     const gmi_advice_t *advice;
     struct gmi_tracer *tracer;
     struct gmi_timeline *timeline;
+    bool plans_only; /* made for one forecast: api/manager.h */
   } trace;
 
   struct {                               /* chunk/arena.c */

@@ -57,16 +57,36 @@ static void say_stays(writer_t *c, const gmi_plan_input_t *input, const gmi_plan
   say(c, "\n");
 }
 
+enum { RESOURCES = GEMINI_BINDS_SUMS + 1 };
+static void busy_times(const gmi_plan_t *plan, uint64_t busy_ns[RESOURCES]) {
+  busy_ns[GEMINI_BINDS_COMPUTE] = plan->compute_ns;
+  busy_ns[GEMINI_BINDS_FETCHES] = plan->fetch_busy_ns;
+  busy_ns[GEMINI_BINDS_EVICTS] = plan->evict_busy_ns;
+  busy_ns[GEMINI_BINDS_UPDATES] = plan->update_busy_ns;
+  busy_ns[GEMINI_BINDS_FILES] = plan->file_busy_ns;
+  busy_ns[GEMINI_BINDS_GATHERS] = plan->gather_busy_ns;
+  busy_ns[GEMINI_BINDS_SUMS] = plan->sum_busy_ns;
+}
+
+uint32_t gmi_plan_binds(const gmi_plan_t *plan) {
+  uint64_t busy_ns[RESOURCES];
+  uint32_t most = 0;
+  busy_times(plan, busy_ns);
+  for (uint32_t i = 1; i < RESOURCES; i++)
+    if (busy_ns[i] > busy_ns[most]) most = i;
+  return most;
+}
+
 /* The resource with the longest busy time limits the step. If even that resource is idle for more than a tenth of
  * the step, dependencies between resources cost time as well, and the text says so. */
 static void say_binding(writer_t *c, const gmi_plan_t *plan) {
-  const char *const names[] = { "compute", "the link to the device", "the link from the device", "updates on the host",
-                                "files",   "gathers over the ranks", "sums over the ranks" };
-  const uint64_t busy_ns[] = { plan->compute_ns,   plan->fetch_busy_ns,  plan->evict_busy_ns, plan->update_busy_ns,
-                               plan->file_busy_ns, plan->gather_busy_ns, plan->sum_busy_ns };
-  uint32_t most = 0;
-  for (uint32_t i = 1; i < sizeof busy_ns / sizeof *busy_ns; i++)
-    if (busy_ns[i] > busy_ns[most]) most = i;
+  static const char *const names[RESOURCES] = {
+    "compute", "the link to the device", "the link from the device", "updates on the host",
+    "files",   "gathers over the ranks", "sums over the ranks"
+  };
+  uint64_t busy_ns[RESOURCES];
+  const uint32_t most = gmi_plan_binds(plan);
+  busy_times(plan, busy_ns);
   say(c, "binds: %s, busy for %.0f %% of the step", names[most],
       plan->predicted_ns > 0 ? 100.0 * (double)busy_ns[most] / (double)plan->predicted_ns : 100.0);
   if ((double)busy_ns[most] < 0.9 * (double)plan->predicted_ns)

@@ -28,7 +28,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "gemini.h"
+#include "gemini/plan.h"
 
 typedef struct gmi_plan_op {
   uint64_t compute_ns;   /* time on the stream, without waits for chunks */
@@ -185,6 +185,9 @@ void gmi_plan_free(gmi_plan_t *plan);
  * worst_op of plan. gmi_plan_make() has called it already; call it again after op times or rates were measured anew.
  * GEMINI_ERR_INVALID: the plan was not made from this input. */
 gemini_status_t gmi_plan_simulate(const gmi_plan_input_t *input, gmi_plan_t *plan);
+
+/* The resource that is busy for longest, and so limits the iteration: GEMINI_BINDS_*. */
+uint32_t gmi_plan_binds(const gmi_plan_t *plan);
 
 /* Writes the plan as text, terminated by NUL, with snprintf's rules: text may be NULL if size_bytes is 0, and the
  * return value is the full length without the NUL. op_names may be NULL. */

@@ -289,6 +289,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      gmi_plan_bundle_t *out) {
   builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
   const bool cut_so = shift == m->cut.chunk_shift;
+  const bool has_files = m->file.store || m->file.borrowed || (m->trace.plans_only && m->config.file_bytes);
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
   uint64_t chunks = 0;
@@ -316,7 +317,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
                                      .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
-                                     .host_slots = m->file.store || m->file.borrowed ? m->host.slot_count : 0,
+                                     .host_slots = has_files ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .ops = b.ops,
                                      .accesses = b.accesses,

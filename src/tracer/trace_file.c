@@ -141,6 +141,7 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!gmi_numbers_at(&at, 0, UINT64_MAX, 2, v) || v[0] < 65536 || v[0] > (UINT64_C(1) << 30) || (v[0] & (v[0] - 1)))
       return "malformed budget";
     r->trace->chunk_bytes = v[0];
+    if (m->trace.plans_only && !m->config.chunk_bytes) m->config.chunk_bytes = v[0];
     return NULL;
   }
   if (gmi_word_at(&at, "outside")) {
@@ -159,7 +160,13 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!gmi_numbers_at(&at, 0, most, 2, r->trace->file_bytes_per_s)) return "malformed files";
     return NULL;
   }
-  if (gmi_word_at(&at, "arena")) return gmi_arena_read(m, at, r->arena_of, name);
+  if (gmi_word_at(&at, "arena"))
+    return (m->trace.plans_only ? gmi_arena_make : gmi_arena_read)(m, at, r->arena_of, name);
+  if (gmi_word_at(&at, "zeroed")) {
+    if (!gmi_number_at(&at, 0, GMI_ARENAS - 1, v) || r->arena_of[v[0]] == GMI_NONE) return "malformed zeroed";
+    r->trace->zeroed[r->arena_of[v[0]]] = true;
+    return NULL;
+  }
   if (gmi_word_at(&at, "op")) { /* phase, compute_ns, nonmodel_peak, heap bytes */
     if (!gmi_number_at(&at, ' ', GEMINI_PHASE_UPDATE, &v[0]) || !gmi_number_at(&at, ' ', UINT64_C(1) << 62, &v[1]) ||
         !gmi_numbers_at(&at, ' ', UINT64_C(1) << 46, 2, &v[2]) || !gmi_name_read(at, name, 128))
@@ -226,6 +233,26 @@ static bool next_line(gmi_manager_t *m, FILE *file, char *line, int size) {
   return got;
 }
 
+/* For a forecast, tiers and arenas may be as large as one likes, but not their records; and a device without room for a
+ * chunk gets it, as there are no tables of nothing. */
+static gemini_status_t check_chunks(gmi_manager_t *m) {
+  const uint64_t chunk_bytes = m->config.chunk_bytes ? m->config.chunk_bytes : PAGE_UNIT;
+  if (m->config.device_bytes - m->config.device_margin_bytes < chunk_bytes)
+    m->config.device_bytes = m->config.device_margin_bytes + chunk_bytes;
+  const struct {
+    const char *name;
+    uint64_t value;
+  } sizes[] = { { "device_bytes", m->config.device_bytes },
+                { "host_bytes", m->config.host_bytes },
+                { "file_bytes", m->config.file_bytes },
+                { "the size of all arenas", m->stats.model_bytes } };
+  for (int i = 0; i < 4; i++)
+    if (sizes[i].value / chunk_bytes > UINT64_C(1) << 24)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, more than 2^24 chunks of %llu bytes: raise chunk_bytes",
+                      sizes[i].name, (unsigned long long)sizes[i].value, (unsigned long long)chunk_bytes);
+  return GEMINI_OK;
+}
+
 gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const char *path) {
   FILE *file = open_trace(m, path);
   if (!file) return gmi_fail(GEMINI_ERR_IO, errno, "trace %s: could not open it: %s", path, strerror(errno));
@@ -257,7 +284,8 @@ gemini_status_t gmi_trace_read(gmi_manager_t *m, gmi_trace_t *trace_out, const c
     return gmi_fail(r.lost ? GEMINI_ERR_OOM_SYSTEM : GEMINI_ERR_FORMAT, r.lost ? ENOMEM : 0, "trace %s, line %llu: %s",
                     path, (unsigned long long)number, wrong);
   }
-  gemini_status_t status = gmi_cut(m);
+  gemini_status_t status = m->trace.plans_only ? check_chunks(m) : GEMINI_OK;
+  if (!status) status = gmi_cut(m);
   if (status) {
     gmi_trace_free(&trace);
     return status;

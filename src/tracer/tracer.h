@@ -72,6 +72,7 @@ typedef struct gmi_trace {
   uint32_t headroom;    /* heap pages that a plan leaves free beyond the peaks, as these have grown */
   /* time of an iteration, from begin to begin, outside its ops: the caller's own work, norms, reads of results */
   uint64_t outside_ns;
+  bool zeroed[GMI_ARENAS]; /* of a trace read from a file: the arena reads as zero until an iteration writes to it */
 } gmi_trace_t;
 
 extern const gmi_observer_t gmi_tracer_observer;
@@ -128,6 +129,11 @@ gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* appends a use of the 
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_gather(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *trace);
+
+/* forecast.c: plans a trace of which the manager knows nothing yet; for managers with trace.plans_only. *text_out: the
+ * plan in words, which the caller frees. */
+gemini_status_t gmi_trace_forecast(gmi_manager_t *m, const char *path, gemini_forecast_t *forecast_out,
+                                   char **text_out);
 
 /* plan_input.c: translates a trace for the policy */
 /* A plan and the input it was made from. Owns the arrays of input and plan. Invariants: made says that plan is

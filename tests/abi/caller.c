@@ -15,6 +15,7 @@
 #include "../check.h"
 #if CALLER_GROWN /* what has come since the headers were frozen */
 #include "gemini/address.h"
+#include "gemini/plan.h"
 #endif
 #include "gemini/graph.h"
 #include "gemini/hook.h"
@@ -38,6 +39,7 @@ V1(gemini_update_span_t, GMI_V1_UPDATE_SPAN, 104);
 V1(gemini_update_t, GMI_V1_UPDATE, 72);
 #if CALLER_GROWN
 V1(gemini_location_t, GMI_V1_LOCATION, 40);
+V1(gemini_forecast_t, GMI_V1_FORECAST, 184);
 #endif
 V1(gemini_topology_object_t, GMI_V1_TOPOLOGY_OBJECT, 176);
 V1(gemini_stats_t, GMI_V1_STATS, 152);
@@ -525,6 +527,13 @@ static void use_statistics(void) {
   snprintf(path, sizeof path, "%s/trace", dir);
   OK(gemini_trace_save(mgr, path));
   OK(gemini_trace_load(mgr, path));
+#if CALLER_GROWN
+  gemini_config_t config = GEMINI_CONFIG_INIT;
+  gemini_forecast_t *forecast = OUTPUT(gemini_forecast_t);
+  config.device_bytes = config.host_bytes = 1 << 30;
+  OK(gemini_plan_forecast(&config, path, forecast, sizeof text, text, &length));
+  FILLED(forecast, gemini_forecast_t);
+#endif
   CHECK(!unlink(path));
   OK(gemini_timeline_start(mgr, path));
   OK(gemini_timeline_stop(mgr));

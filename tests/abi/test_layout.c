@@ -8,6 +8,7 @@
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
+#include "gemini/plan.h"
 #include "gemini/topology.h"
 
 #ifndef __LP64__
@@ -223,6 +224,33 @@ OFFSET(gemini_location_t, arena_offset_bytes, 16);
 OFFSET(gemini_location_t, tensor, 24);
 OFFSET(gemini_location_t, tensor_offset_bytes, 32);
 
+SIZE(gemini_forecast_t, 184);
+OFFSET(gemini_forecast_t, struct_size, 0);
+OFFSET(gemini_forecast_t, lacks, 4);
+OFFSET(gemini_forecast_t, binds, 8);
+OFFSET(gemini_forecast_t, placement, 12);
+OFFSET(gemini_forecast_t, chunk_bytes, 16);
+OFFSET(gemini_forecast_t, model_bytes, 24);
+OFFSET(gemini_forecast_t, device_needed, 32);
+OFFSET(gemini_forecast_t, host_needed, 40);
+OFFSET(gemini_forecast_t, file_needed, 48);
+OFFSET(gemini_forecast_t, device_bytes, 56);
+OFFSET(gemini_forecast_t, host_bytes, 64);
+OFFSET(gemini_forecast_t, file_bytes, 72);
+OFFSET(gemini_forecast_t, stays_bytes, 80);
+OFFSET(gemini_forecast_t, fetch_bytes, 88);
+OFFSET(gemini_forecast_t, evict_bytes, 96);
+OFFSET(gemini_forecast_t, read_bytes, 104);
+OFFSET(gemini_forecast_t, device_pieces, 112);
+OFFSET(gemini_forecast_t, host_pieces, 120);
+OFFSET(gemini_forecast_t, step_ns, 128);
+OFFSET(gemini_forecast_t, stall_ns, 136);
+OFFSET(gemini_forecast_t, compute_ns, 144);
+OFFSET(gemini_forecast_t, fetch_ns, 152);
+OFFSET(gemini_forecast_t, evict_ns, 160);
+OFFSET(gemini_forecast_t, update_ns, 168);
+OFFSET(gemini_forecast_t, file_ns, 176);
+
 SIZE(gemini_topology_object_t, 176);
 OFFSET(gemini_topology_object_t, struct_size, 0);
 OFFSET(gemini_topology_object_t, kind, 4);
@@ -314,6 +342,13 @@ VALUE(GEMINI_TRANSPORT_NCCL, 1);
 VALUE(GEMINI_COMM_QUEUES, 1);
 VALUE(GEMINI_GROUP_RANK_ORDER, 1);
 VALUE(GEMINI_GROUP_COMMS, 3);
+VALUE(GEMINI_BINDS_COMPUTE, 0);
+VALUE(GEMINI_BINDS_FETCHES, 1);
+VALUE(GEMINI_BINDS_EVICTS, 2);
+VALUE(GEMINI_BINDS_UPDATES, 3);
+VALUE(GEMINI_BINDS_FILES, 4);
+VALUE(GEMINI_BINDS_GATHERS, 5);
+VALUE(GEMINI_BINDS_SUMS, 6);
 VALUE(GEMINI_OBJECT_NODE, 0);
 VALUE(GEMINI_OBJECT_GPU, 1);
 VALUE(GEMINI_OBJECT_DISK, 2);

@@ -16,6 +16,7 @@
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
+#include "gemini/plan.h"
 #include "gemini/topology.h"
 #include "world.h"
 
@@ -617,6 +618,16 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "path is NULL", gemini_trace_save, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_trace_load, mgr, NULL);
   REFUSED(INVALID, "path is NULL", gemini_timeline_start, mgr, NULL);
+  gemini_config_t planned = GEMINI_CONFIG_INIT;
+  gemini_forecast_t forecast = GEMINI_FORECAST_INIT;
+  planned.device_bytes = planned.host_bytes = 1 << 20;
+  REFUSED(INVALID, "config is NULL", gemini_plan_forecast, NULL, "/nowhere/trace", &forecast, 0, NULL, &out.id);
+  REFUSED(INVALID, "trace_path is NULL", gemini_plan_forecast, &planned, NULL, &forecast, 0, NULL, &out.id);
+  REFUSED(INVALID, "text_out is NULL|16", gemini_plan_forecast, &planned, "/nowhere/trace", &forecast, 16, NULL,
+          &out.id);
+  REFUSED(IO, "/nowhere/trace", gemini_plan_forecast, &planned, "/nowhere/trace", &forecast, 0, NULL, &out.id);
+  planned.device_bytes = 0;
+  REFUSED(INVALID, "device_bytes is 0", gemini_plan_forecast, &planned, "/nowhere/trace", &forecast, 0, NULL, &out.id);
   CHECK(out.id == UNTOUCHED && norm == -1);
   /* NULL that the header allows. */
   CHECK_OK(gemini_acquire(mgr, NULL, 0, bed.w.stream));

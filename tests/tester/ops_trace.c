@@ -214,6 +214,42 @@ bool make_trace_load(actor_t *a, op_t *op) {
   return true;
 }
 
+/* Arguments: file, device and host in units, files in units. The arenas of a trace may be in an order in which they
+ * cannot be made anew. */
+void run_forecast(actor_t *a, const op_t *op) {
+  char path[PATHS + 32];
+  uint32_t file = op->arg[0];
+  if (file > TRACES) return;
+  trace_path(a, file, path);
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  gemini_forecast_t f = GEMINI_FORECAST_INIT, before = f;
+  c.device_bytes = (1 + op->arg[1]) * a->w->unit;
+  c.host_bytes = (1 + op->arg[2]) * a->w->unit;
+  c.file_bytes = op->arg[3] * a->w->unit;
+  c.chunk_bytes = a->w->unit;
+  c.update_threads = 1;
+  const bool there = file < TRACES && a->w->traces[file].arenas;
+  uint64_t length = 0;
+  if (CALL(a, there ? OK | FORMAT : IO, gemini_plan_forecast, &c, path, &f, 0, NULL, &length)) {
+    if (memcmp(&f, &before, sizeof f) || length) differs(a, "a forecast that was refused has changed its result");
+    return;
+  }
+  const bool planned = !(f.lacks & 1u << GEMINI_TIER_DEVICE);
+  if (planned != (f.device_needed <= c.device_bytes) || planned != (length > 0))
+    differs(a, "a forecast has %s plan, where %llu bytes of %llu are needed on the device", planned ? "a" : "no",
+            (unsigned long long)f.device_needed, (unsigned long long)c.device_bytes);
+  if (f.device_bytes > c.device_bytes || f.host_bytes > c.host_bytes || f.stays_bytes > f.device_bytes ||
+      f.step_ns < f.compute_ns)
+    differs(a, "a forecast uses more than there is");
+}
+bool make_forecast(actor_t *a, op_t *op) {
+  op_add(op, chance(a, 3) ? TRACES : rnd(a, TRACES));
+  op_add(op, rnd(a, 40));
+  op_add(op, rnd(a, 100));
+  op_add(op, chance(a, 50) ? rnd(a, 100) : 0);
+  return true;
+}
+
 /* ---- plans in words */
 void run_explain(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);

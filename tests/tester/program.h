@@ -59,6 +59,7 @@
   X(trace_save, 6, ALONE)       \
   X(trace_rewrite, 5, ALONE)    \
   X(trace_load, 8, FIRST)       \
+  X(forecast, 6, ALONE)         \
   X(explain, 8, OWN)            \
   X(timeline, 4, FIRST)         \
   X(stats_reset, 8, FIRST)      \

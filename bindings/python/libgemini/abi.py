@@ -64,6 +64,7 @@ GROUP_RANK_ORDER = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
+BINDS = ("compute", "fetches", "evicts", "updates", "files", "gathers", "sums")
 REASONS = ("demand", "plan", "pressure", "caller", "update")
 
 LogFn = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_char_p)
@@ -199,6 +200,41 @@ class Location(_Sized):
         ("arena_offset_bytes", c_uint64),
         ("tensor", c_uint64),
         ("tensor_offset_bytes", c_uint64),
+    ]
+
+
+class Forecast(_Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("lacks", c_uint32),
+        ("binds", c_uint32),
+        ("placement", c_uint32),
+        *(
+            (name, c_uint64)
+            for name in (
+                "chunk_bytes",
+                "model_bytes",
+                "device_needed",
+                "host_needed",
+                "file_needed",
+                "device_bytes",
+                "host_bytes",
+                "file_bytes",
+                "stays_bytes",
+                "fetch_bytes",
+                "evict_bytes",
+                "read_bytes",
+                "device_pieces",
+                "host_pieces",
+                "step_ns",
+                "stall_ns",
+                "compute_ns",
+                "fetch_ns",
+                "evict_ns",
+                "update_ns",
+                "file_ns",
+            )
+        ),
     ]
 
 
@@ -436,6 +472,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "arena_take_pointer": [_M, _H, _U64, POINTER(c_void_p)],
     "locate": [_M, c_void_p, POINTER(Location)],
     "explain_address": [_M, c_void_p, _U64, c_char_p, POINTER(_U64)],
+    "plan_forecast": [POINTER(Config), c_char_p, POINTER(Forecast), _U64, c_char_p, POINTER(_U64)],
     "tensor_register": [_M, _H, c_char_p, _U64, _U64, POINTER(_H)],
     "tensor_unregister": [_M, _H],
     "tensor_find": [_M, c_char_p, POINTER(_H)],

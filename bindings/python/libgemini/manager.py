@@ -22,14 +22,16 @@ from .updates import Calls, Span, buffer
 
 logger = logging.getLogger("libgemini")
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+# "": 1, "K": 10**3, "KI": 2**10, and so on
+_UNITS = {"": 1, **{c + i: (1024 if i else 1000) ** n for n, c in enumerate("KMGTP", 1) for i in ("", "I")}}
 
 
 def parse_bytes(value: int | str, what: str = "size") -> int:
     """A size as a number of bytes.
 
     Args:
-        value: Bytes, or a text such as "24GiB" (2**30 bytes), "24 GB" (10**9 bytes) or "1.5T".
+        value: Bytes, or a text such as "24GiB" (2**30 bytes), "24 GB" (10**9 bytes) or "1.5T": a number and a unit from
+            K to P, in upper or lower case. What a fraction leaves below a byte is cut off.
         what: What an error calls the value.
 
     Returns:
@@ -40,13 +42,16 @@ def parse_bytes(value: int | str, what: str = "size") -> int:
     """
     match = None
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*((?:[KMGTP]I?)?)B?\s*", value.upper())
     if match:
         size = int(fractions.Fraction(match.group(1)) * _UNITS[match.group(2)])
     elif isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
-        raise ValueError(f'{what} is {value!r}: want bytes, or a text such as "24GiB"')
+        raise ValueError(
+            f'{what} is {value!r}: want a number of bytes, or a text such as "24GiB" (by 1024: KiB, MiB, GiB, TiB, '
+            'PiB), "24GB" (by 1000: KB, MB, GB, TB, PB) or "1.5 TiB"'
+        )
     if not 0 <= size < 2**64:
         raise ValueError(f"{what} is {value!r}: want 0 to 2**64 - 1 bytes")
     return size

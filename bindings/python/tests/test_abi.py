@@ -22,6 +22,7 @@ CORE = [
     "gemini/graph.h",
     "gemini/group.h",
     "gemini/hook.h",
+    "gemini/plan.h",
     "gemini/topology.h",
 ]  # of the library itself
 HEADERS = {**dict.fromkeys(CORE, ROOT / "include"), "gemini_update.h": ROOT / "bindings" / "update"}

@@ -72,7 +72,7 @@ def test_parse_bytes(value, size):
 def test_parse_bytes_refuses_what_is_no_size(value):
     with pytest.raises(ValueError) as error:
         parse_bytes(value, "host_memory")
-    assert str(error.value).startswith(f"host_memory is {value!r}: want bytes, or")
+    assert str(error.value).startswith(f"host_memory is {value!r}: want a number of bytes, or a text")
 
 
 @pytest.mark.parametrize("value", [-1, 2**64, "16777216TiB"])

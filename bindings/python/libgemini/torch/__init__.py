@@ -46,7 +46,7 @@ from . import (
 from .blocks import WANTED as _UNITS
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
-from .session import Session
+from .session import Session, device_default as _device_default, simulated_default as _simulated_default
 
 __all__ = [
     "GeminiError",
@@ -123,7 +123,7 @@ class _Init:
 def init(
     placement: str = "auto",
     *,
-    device_memory: int | str,
+    device_memory: int | str = 0,
     host_memory: int | str = 0,
     file: _Path | None = None,
     file_memory: int | str = 0,
@@ -157,7 +157,9 @@ def init(
         placement: "auto": the placement with the shortest predicted step. "cuda": as much as fits stays on the device.
             "cpu": optimizer states stay on the host and are updated there. "static": the two static fractions decide.
         device_memory: Bytes of the device for parameters, gradients, optimizer states and, except with
-            allocator="torch", all other tensors that torch allocates there.
+            allocator="torch", all other tensors that torch allocates there. 0: what is free on the GPU, less a
+            thirty-second, at least 1 GiB; of the simulated device an eighth of what host_memory is by itself, at most
+            8 GiB.
         host_memory: Bytes of page-locked host memory. 0: four fifths of what the process may still take, of which each
             of several processes of a machine takes an equal part.
         file: A directory on a fast disk, or several with ":" between them, for what fits neither on the device nor on
@@ -223,6 +225,15 @@ def init(
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if cuda and (device is None or _torch.device(device).index is None):
         device = _ranks.choose_gpu(process_group)
+    if not _parse_bytes(device_memory, "device_memory"):
+        if cuda and (allocator == "torch" or process_group is not None and _ranks.may_share_gpus()):
+            what = 'allocator="torch" takes memory beside it' if allocator == "torch" else "processes may share the GPU"
+            raise GeminiError(f"device_memory is 0, but {what}: set device_memory", "INVALID")
+        if cuda:
+            device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
+        else:
+            host = _ranks.host_default() if process_group is None else _ranks.host_share(process_group)
+            device_memory = _simulated_default(host)
     owner = Session(
         device=_torch.device(device or "cpu"),
         placement=placement,

@@ -57,10 +57,15 @@ def find(process_group: typing.Any) -> typing.Any:
     return process_group
 
 
+def host_default() -> int:
+    """The host memory that the library takes by itself: four fifths of what the process may still take."""
+    with Manager(device_memory=64 << 10, chunk_size=64 << 10) as probe:
+        return int(probe.stats()["budget_bytes"]["host"])
+
+
 def host_share(process_group: typing.Any) -> int:
     """This process's part of the host memory that the library would take by itself, which all ranks of a host share."""
-    with Manager(device_memory=64 << 10, chunk_size=64 << 10) as probe:
-        free = probe.stats()["budget_bytes"]["host"]
+    free = host_default()
     mine = socket.gethostname(), free
     theirs: list[typing.Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(theirs, mine, group=process_group)

@@ -32,6 +32,34 @@ if typing.TYPE_CHECKING:
     from .tensors import Use
 
 
+# Without device_memory, this much of a GPU's free memory is left: at least MARGIN bytes, and 1/MARGIN_SHARE. Kernels
+# that are loaded later, NCCL, and libraries that allocate by themselves need some. The simulated device takes
+# 1/SIMULATED_SHARE of what the host tier takes by itself, and at most SIMULATED_MOST.
+MARGIN, MARGIN_SHARE = 1 << 30, 32
+SIMULATED_SHARE, SIMULATED_MOST = 8, 8 << 30
+
+
+def device_default(free: int) -> int:
+    """How much of a GPU's free memory a session takes by itself, in whole 2 MiB.
+
+    Raises:
+        GeminiError: There is too little.
+    """
+    taken = (free - max(MARGIN, free // MARGIN_SHARE)) >> 21 << 21
+    if taken < MARGIN:
+        raise GeminiError(
+            f"the GPU has {free} bytes free, of which at least {MARGIN} are left to others by default: free some, or "
+            "set device_memory",
+            "OOM_DEVICE",
+        )
+    return taken
+
+
+def simulated_default(host_bytes: int) -> int:
+    """How much memory the simulated device has by itself, in whole 2 MiB. host_bytes: of the host tier by itself."""
+    return max(min(host_bytes // SIMULATED_SHARE, SIMULATED_MOST) >> 21 << 21, 2 << 20)
+
+
 class Session:
     """What libgemini.torch.init() opens: one manager, and what is in it.
 
