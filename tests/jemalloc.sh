@@ -127,8 +127,25 @@ echo "jemalloc.sh: building $(basename "$tree") into $prefix"
 mkdir "$work/build"
 cd "$work/build"
 # Configure adds -g3, which makes the objects ten times as large; the last one counts.
-if ! { "$tree/configure" CC="$cc" EXTRA_CFLAGS="-g1 -ffile-prefix-map=$work=." "${options[@]}" &&
-  make -j"$(getconf _NPROCESSORS_ONLN)" lib/libjemalloc_pic.a include/jemalloc/jemalloc.h; } >"$work/log" 2>&1; then
+build() {
+  "$tree/configure" CC="$cc" EXTRA_CFLAGS="-g1 -ffile-prefix-map=$work=." "${options[@]}" &&
+    make -j"$(getconf _NPROCESSORS_ONLN)" lib/libjemalloc_pic.a include/jemalloc/jemalloc.h
+}
+# Up to minutes on a busy machine: says every ten seconds how far it is.
+build >"$work/log" 2>&1 &
+builder=$!
+files=$(($(find "$tree/src" -name '*.c' | wc -l) * 2)) told=$SECONDS # each once more, for the names that it defines
+while kill -0 "$builder" 2>/dev/null; do
+  sleep 0.2
+  ((SECONDS - told >= 10)) || continue
+  told=$SECONDS
+  if [[ -f Makefile ]]; then
+    echo "jemalloc.sh: $SECONDS s, compiled $(find src -name '*.pic.o' -o -name '*.sym.o' | wc -l) of $files files"
+  else
+    echo "jemalloc.sh: $SECONDS s, configuring ($(grep -c '^checking' "$work/log" || true) checks made)"
+  fi
+done
+if ! wait "$builder"; then
   tail -n 40 "$work/log" >&2
   fail "jemalloc could not be built"
 fi

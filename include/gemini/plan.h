@@ -28,16 +28,15 @@ enum {
 };
 
 typedef struct gemini_forecast {
-  uint32_t struct_size; /* bytes; set by GEMINI_FORECAST_INIT; on return, bytes filled */
-  uint32_t lacks;       /* bit 1 << GEMINI_TIER_*: the tier's budget is below what is needed; 0: the iteration fits */
-  uint32_t binds;       /* GEMINI_BINDS_* */
-  uint32_t placement;   /* GEMINI_PLACEMENT_*, as configured */
-  uint64_t chunk_bytes; /* of the configuration, or else of the trace */
-  uint64_t model_bytes; /* chunks of all arenas */
-  uint64_t
-      device_needed; /* least device_bytes, margin included, with which there is a plan; under STATIC it takes more */
-  uint64_t host_needed; /* least host_bytes with the given file_bytes */
-  uint64_t file_needed; /* least file_bytes with the given host_bytes; 0 where no file tier is configured */
+  uint32_t struct_size;   /* bytes; set by GEMINI_FORECAST_INIT; on return, bytes filled */
+  uint32_t lacks;         /* bit 1 << GEMINI_TIER_*: the tier's budget is below what is needed; 0: the iteration fits */
+  uint32_t binds;         /* GEMINI_BINDS_* */
+  uint32_t placement;     /* GEMINI_PLACEMENT_*, as configured */
+  uint64_t chunk_bytes;   /* of the configuration, or else of the trace */
+  uint64_t model_bytes;   /* chunks of all arenas */
+  uint64_t device_needed; /* least device_bytes, with the margin, for which there is a plan; STATIC takes more */
+  uint64_t host_needed;   /* least host_bytes with the given file_bytes */
+  uint64_t file_needed;   /* least file_bytes with the given host_bytes; 0 where no file tier is configured */
   /* The rest is of the plan; all 0 if lacks has the device's bit. */
   uint64_t device_bytes;               /* used at most, by chunks and non-model memory */
   uint64_t host_bytes;                 /* used; copies stay there while nothing else needs the room */
@@ -57,10 +56,10 @@ typedef struct gemini_forecast {
 /** Plans a recorded iteration for given budgets, without a manager, a GPU, files or memory for chunks.
  *  A budget that is too small is no error: forecast_out->lacks says which, and the needed bytes say how much it takes.
  *  The host, with files below it, has to have room for all chunks, as the first iterations have no plan.
- *  @param config  as for gemini_manager_open(), with these differences: budgets may exceed what the machine has,
- *           although each may have 2^24 chunks at most; of the device only its sort counts; file_dir, checkpoint_name
- *           and the log are not used. chunk_bytes 0: as in the trace. update_threads 0: as many as a manager on this
- *           machine would have. Borrowed until return
+ *  @param config  as for gemini_manager_open(), with these differences: budgets may exceed what the machine has; each
+ *           budget, and all arenas together, may have 2^22 chunks at most; of the device only its sort counts; file_dir
+ *           and checkpoint_name are not used. chunk_bytes 0: as in the trace. update_threads 0: as many as a manager on
+ *           this machine would have. Borrowed until return
  *  @param trace_path  a file as gemini_trace_save() writes it. The arenas that it names are made for the plan; one that
  *           follows another has to come after it. A rate that is 0 is assumed
  *  @param forecast_out  allocated by the caller, struct_size set; borrowed until return
@@ -68,8 +67,8 @@ typedef struct gemini_forecast {
  *  @param text_out  receives the plan in words, as gemini_plan_explain() writes it, with a NUL; empty where the device
  *           lacks room; may be NULL with size_bytes 0
  *  @param length_out  bytes that the text has without the NUL; may be NULL
- *  @retval GEMINI_ERR_INVALID  a value of the configuration is out of range; or text_out is NULL and size_bytes
- *           is not 0
+ *  @retval GEMINI_ERR_INVALID  a value of the configuration is out of range; there are more than 2^22 chunks; or
+ *           text_out is NULL and size_bytes is not 0
  *  @retval GEMINI_ERR_FORMAT  the file is no trace, or its arenas cannot exist
  *  @retval GEMINI_ERR_IO  the file could not be read
  *  @retval GEMINI_ERR_OOM_SYSTEM  no memory, addresses or threads for the planner

@@ -247,8 +247,8 @@ static gemini_status_t check_chunks(gmi_manager_t *m) {
                 { "file_bytes", m->config.file_bytes },
                 { "the size of all arenas", m->stats.model_bytes } };
   for (int i = 0; i < 4; i++)
-    if (sizes[i].value / chunk_bytes > UINT64_C(1) << 24)
-      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, more than 2^24 chunks of %llu bytes: raise chunk_bytes",
+    if (sizes[i].value / chunk_bytes > UINT64_C(1) << 22)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "%s is %llu, more than 2^22 chunks of %llu bytes: raise chunk_bytes",
                       sizes[i].name, (unsigned long long)sizes[i].value, (unsigned long long)chunk_bytes);
   return GEMINI_OK;
 }

@@ -209,10 +209,10 @@ static void test_zeroed_arenas_are_not_fetched(void) {
 }
 
 static void test_nothing_is_needed_of_what_is_planned_for(void) {
-  gemini_config_t c = config_of(1 << 20, 1 << 24);
+  gemini_config_t c = config_of(1 << 20, 1 << 22);
   c.device = GEMINI_DEVICE_CUDA;
   c.device_ordinal = 7;
-  c.file_bytes = UINT64_C(1) << 40; /* and no file_dir */
+  c.file_bytes = UINT64_C(1) << 38; /* and no file_dir */
   trace_write(0, "");
   gemini_forecast_t f = forecast(&c), none = GEMINI_FORECAST_INIT;
   CHECK_EQ(f.lacks, 0);

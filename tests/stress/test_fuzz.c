@@ -19,6 +19,7 @@
 #include "../integration/world.h"
 #include "../seed.h"
 #include "base/status.h"
+#include "gemini/plan.h"
 #include "io/checksum.h"
 #include "io/index.h"
 #include "io/store.h"
@@ -336,9 +337,24 @@ static uint64_t mutate_text(uint8_t *bytes, uint64_t length, const uint8_t *othe
   }
 }
 
+/* Forecasts make the arenas that a file names. Large chunks, so that large arenas are no large tables. */
+static void check_forecast(uint64_t *random) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  gemini_forecast_t f = GEMINI_FORECAST_INIT;
+  c.device_bytes = UINT64_C(1) << (20 + below(random, 20));
+  c.host_bytes = UINT64_C(1) << (20 + below(random, 20));
+  c.file_bytes = below(random, 2) ? UINT64_C(1) << 36 : 0;
+  c.chunk_bytes = UINT64_C(1) << 28;
+  c.update_threads = 1;
+  gemini_status_t status = gemini_plan_forecast(&c, path, &f, 0, NULL, NULL);
+  NEED(!status || status == GEMINI_ERR_FORMAT || status == GEMINI_ERR_INVALID || status == GEMINI_ERR_OOM_SYSTEM);
+  if (!status) NEED(f.device_bytes <= c.device_bytes && f.step_ns >= f.compute_ns);
+}
+
 static void check_trace(net_t *n, const uint8_t *bytes, uint64_t size, uint64_t *taken, uint64_t *random) {
   write_file(path, bytes, size);
   alarm(HANG_S);
+  if (below(random, 16) == 0) check_forecast(random);
   double begin = now();
   gemini_status_t status = gemini_trace_load(n->w.mgr, path);
   timed(begin);

@@ -123,6 +123,24 @@ with libgemini.Manager(device_memory="1MiB", host_memory="1MiB", chunk_size="64K
     assert paths == [str(package / path) for path in ("__init__.py", "lib/libgemini.so", "lib/libgemini_update.so")]
 
 
+def test_wheel_with_its_libraries_needs_no_compiler(wheel, tmp_path):
+    pytest.importorskip("auditwheel")
+    path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    command = [ROOT / "bindings/python/wheel.sh", "--from", wheel, "--torch", sys.executable, tmp_path / "out"]
+    status, said = run(*command, env={"PYTHON": sys.executable, "PATH": path})
+    assert status == 0, said
+    assert "a manager works" in said and "a training step works" in said
+    (made,) = (tmp_path / "out").iterdir()
+    assert re.fullmatch(rf"libgemini-{VERSION}-py3-none-manylinux_2_\d+_{platform.machine()}\.whl", made.name)
+    with zipfile.ZipFile(wheel) as plain, zipfile.ZipFile(made) as file:
+        names = file.namelist()
+        assert {name for name in plain.namelist() if not name.endswith("/")} <= set(names)
+        inside = {name.split("/")[1].split("-")[0] for name in names if re.match(r"libgemini\.libs/lib", name)}
+        assert {"libhwloc", "liburing"} <= inside
+        for library in inside:
+            assert file.read(f"libgemini-{VERSION}.dist-info/licenses/COPYING.{library}")
+
+
 def test_wheel_of_the_source_archive_is_the_same(wheel, archive, tmp_path):
     with tarfile.open(archive) as file:
         top = {name.split("/")[1] for name in file.getnames() if "/" in name}
