@@ -61,7 +61,7 @@ static gemini_status_t check(gmi_manager_t *m, const gemini_access_t *theirs, in
   if (content == GMI_CONTENT_WRONG) return GEMINI_ERR_STATE;
   if (content != GMI_CONTENT_FINE)
     return gmi_fail(GEMINI_ERR_STATE, 0, "a gradient has taken bytes of arena %s: load the range", r->store->name);
-  bool queued;
+  bool queued = false; /* does not matter: each chunk is checked below */
   status = gmi_updates_queue_range(m, r->store, r->first, r->last, &queued);
   for (uint64_t i = r->first; !status && i <= r->last; i++) {
     const char *why = gmi_chunk_busy(&r->store->chunks[i], GMI_TO_LOAD);
