@@ -220,7 +220,7 @@ static void test_nothing_is_needed_of_what_is_planned_for(void) {
   CHECK_EQ(forecast(&c).chunk_bytes, CHUNK); /* the trace's */
   c.chunk_bytes = 2 * CHUNK;
   CHECK_EQ(forecast(&c).chunk_bytes, 2 * CHUNK);
-  c.host_bytes = UINT64_C(1) << 46;
+  c.host_bytes = ((UINT64_C(1) << 22) + 1) * 2 * CHUNK; /* a chunk more than there may be */
   CHECK_EQ(gemini_plan_forecast(&c, path, &none, 0, NULL, NULL), GEMINI_ERR_INVALID);
 }
 
