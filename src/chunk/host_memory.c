@@ -92,6 +92,9 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   status = reserve_open(m, most > m->config.host_bytes ? most : m->config.host_bytes);
   if (status == GEMINI_ERR_OOM_HOST && most > m->config.host_bytes) /* too few addresses: do without growth */
     status = reserve_open(m, m->config.host_bytes);
+  if (status == GEMINI_ERR_OOM_HOST && m->trace.plans_only)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no address range for a plan with host_bytes of %llu",
+                    (unsigned long long)m->config.host_bytes);
   if (status) return status;
   m->host.base = gmi_reserve_base(m->host.reserve);
   m->host.grain_bytes = m->host.part_bytes = gmi_reserve_grain(m->host.reserve);
