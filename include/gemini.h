@@ -867,7 +867,8 @@ enum {
                             stays borrowed (or has user_bytes), the uses pay for what is not updated yet, and a failure
                             is reported by them and by gemini_update_wait() */
   GEMINI_UPDATE_SPECULATE = 2, /* compute new values into spare host memory, beside the old ones: gemini_update() */
-  GEMINI_UPDATE_COMMIT = 4     /* take over what was speculated, and run fn for the rest: gemini_update() */
+  GEMINI_UPDATE_COMMIT = 4,    /* take over what was speculated, and run fn for the rest: gemini_update() */
+  GEMINI_UPDATE_PART = 8       /* of sharded arenas, whose gradients have bytes of their own, a part: gemini/group.h */
 };
 typedef struct gemini_update_s {
   uint32_t struct_size;         /* bytes; set by GEMINI_UPDATE_INIT */

@@ -339,7 +339,7 @@ def main():
             model,
             torch.optim.AdamW(model.parameters(), lr=options.lr),
             offload_activations=options.offload_activations,
-            step_in_backward=not (options.step_at_end or options.clip or options.accumulate > 1 or RANKS > 1),
+            step_in_backward=not (options.step_at_end or options.clip or options.accumulate > 1),
         )
         if RANK == 0:
             print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)

@@ -36,6 +36,14 @@
  *   never make ready must be written by all ranks.
  * - gemini_update() takes all elements of sharded arenas; its spans are the elements of this rank's slices, and
  *   first_element counts in the whole arena.
+ * - With GEMINI_UPDATE_PART it takes a part of them, for gradients without reuse: while the backward pass computes
+ *   others. A part is whole chunks, of which gemini_stats() tells the bytes: first_element is a multiple of a chunk's
+ *   elements; the first part ends at the arena's end, and each other one where the part before began. The part that
+ *   begins at element 0 is the last one. A part adds the gradients of its chunks that have not been added, of the round
+ *   that a READY_FOR_REDUCE has begun (GEMINI_ERR_STATE: none has, or the part was written again behind it). Ranks may
+ *   cut the arena into other parts, and update them at other points of their programs. So, after a part and until the
+ *   last one, what it has taken is not gathered, nor are gradients written there; and they are neither zeroed nor part
+ *   of a checkpoint, the arenas do not grow, and no update without this flag comes (GEMINI_ERR_STATE).
  * - gemini_load() and gemini_store() transfer this rank's slices, from and to their places in the file: all ranks name
  *   the same file. gemini_zero() zeroes this rank's slices. gemini_norm() is that of all ranks, the same on all.
  * - Slices cannot be changed in these ways, or by an acquire on the host, while an operator is open or while parameters

@@ -630,7 +630,7 @@ gemini_status_t gmi_arena_extend(gmi_manager_t *m, gmi_arena_t *a, uint64_t size
                     (unsigned long long)a->capacity_asked);
   for (uint32_t i = 0; a->followers && i < GMI_ARENAS; i++) {
     const gmi_arena_t *f = gmi_arena_at(m, i);
-    if (!f || f->like != a->index || !f->shard.reduced) continue;
+    if (!f || f->like != a->index || !(f->shard.reduced || f->shard.updated)) continue;
     return gmi_fail(GEMINI_ERR_STATE, 0,
                     "gradients of arena %s are being added over the ranks: it can grow again after "
                     "the update",

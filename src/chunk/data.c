@@ -216,6 +216,11 @@ static gemini_status_t zero_slices(gmi_manager_t *m, const gmi_range_t *r) {
   const bool sums = gmi_arena_has_sums(r->arena);
   bool queued = false; /* does not matter: what follows checks all of it */
   if (!r->size) return GEMINI_OK;
+  if (sums && *gmi_parts_updated(m, r->arena))
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "an update has taken a part of the gradients of arena %s: they can be zeroed when the other parts "
+                    "are updated, too",
+                    r->arena->name);
   if (gmi_range_content(m, r, false) == GMI_CONTENT_WRONG) return GEMINI_ERR_STATE;
   /* Callbacks of pending updates run first: from the checks on, nothing else begins to use the range. */
   gemini_status_t status = sums ? gmi_updates_queue_range(m, r->store, r->first, r->last, &queued) : GEMINI_OK;

@@ -219,7 +219,7 @@ static gemini_status_t check_sharded(const session_t *k, gmi_arena_t *a) {
                     "arena %s is sharded over %s: the group over which all sharded arenas of the manager are makes the "
                     "checkpoint",
                     a->name, k->group ? "another group" : "a group, and group is NULL");
-  if (a->shard.reduced || (gmi_arena_has_sums(a) && a->shard.due))
+  if (a->shard.reduced || a->shard.updated || (gmi_arena_has_sums(a) && a->shard.due))
     return gmi_fail(
         GEMINI_ERR_STATE, 0,
         "gradients of arena %s are being added over the ranks: make the checkpoint after the update, or, of "

@@ -72,6 +72,8 @@ uint64_t gmi_slices_end(const gmi_slicing_t *s, uint64_t end) {
   return end / s->chunk * s->stride + (own < s->own ? own : s->own);
 }
 
+uint32_t *gmi_parts_updated(gmi_manager_t *m, const gmi_arena_t *a) { return &root_of(m, a)->shard.updated; }
+
 /* ---- sizes of the arenas of slices */
 static uint64_t slices_bytes(const gmi_arena_t *a, const gmi_slicing_t *s) {
   uint64_t elements = atomic_load(&a->size) / a->element_bytes;
@@ -470,11 +472,22 @@ static void find_ready(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   (void)m;
   if (gmi_tensor_state(atomic_load(&t->word)) == GEMINI_STATE_READY_FOR_REDUCE) *(const gmi_tensor_t **)user = t;
 }
+/* Has an update of a part taken chunks of the range, while other parts are still to be updated? */
+static bool is_updated(gmi_manager_t *m, const gmi_range_t *r) {
+  const uint32_t updated = *gmi_parts_updated(m, r->arena);
+  return updated && r->last + updated >= r->arena->chunk_count;
+}
+
 /* Refuses an acquire of gradients on the device that would lose some, or give zeros in place of sums. */
 static gemini_status_t gradient_place(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r) {
   const gmi_arena_t *whole = r->arena;
   const char *name = gmi_range_name(m, r);
   const bool sums = gmi_arena_has_sums(whole), write = access->mode & GEMINI_WRITE;
+  if (write && is_updated(m, r))
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "gradient of %s has been taken by an update of a part: it cannot be written again before the other "
+                    "parts are updated, too",
+                    name);
   if (write && r->last + whole->shard.reduced >= whole->chunk_count)
     return gmi_fail(GEMINI_ERR_STATE, 0,
                     "gradient of %s has been added over the ranks: it cannot be written again before the %s", name,
@@ -498,6 +511,14 @@ static gemini_status_t gradient_place(gmi_manager_t *m, const gemini_access_t *a
                   "gradient of %s is READY_FOR_REDUCE and has not been added: read and write it to add to it, or set "
                   "it HOLD to give it up",
                   m->tensors.at[ready->base].name);
+}
+
+/* Other ranks may not have updated the part yet: what would be gathered now would be old in some slices. */
+static gemini_status_t updated_place(gmi_manager_t *m, const gmi_range_t *r) {
+  if (!is_updated(m, r)) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_STATE, 0,
+                  "%s is used after an update of its part, and before the other parts of arena %s are updated",
+                  gmi_range_name(m, r), r->arena->name);
 }
 
 /* ---- ranges */
@@ -536,7 +557,8 @@ gemini_status_t gmi_range_place(gmi_manager_t *m, const gemini_access_t *access,
           "arena %s is sharded and follows arena %s: it exists in slices only, which can be acquired on the "
           "host",
           whole->name, gmi_arena_at(m, whole->like)->name);
-    gemini_status_t status = gmi_arena_is_gradients(whole) && r->size ? gradient_place(m, access, r) : GEMINI_OK;
+    gemini_status_t status = GEMINI_OK;
+    if (r->size) status = gmi_arena_is_gradients(whole) ? gradient_place(m, access, r) : updated_place(m, r);
     return status ? status : gmi_gathered_acquire(m);
   }
   gmi_slice_t slice;
@@ -733,11 +755,27 @@ gemini_status_t gmi_reduce_all(gmi_manager_t *m, gmi_arena_t *whole) {
   return status;
 }
 
-gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params) {
+/* None of the chunks may have been written since they were added, as the next round would add that, or a later one. */
+gemini_status_t gmi_reduce_part(gmi_manager_t *m, gmi_arena_t *whole, uint32_t first) {
+  gemini_status_t status = gmi_groups_failure(m);
+  const uint32_t count = whole->chunk_count;
+  bool added = whole->shard.summed && !whole->shard.due && !whole->shard.reduced;
+  for (uint32_t i = first; added && i < count; i++) added = !gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);
+  if (!added && !whole->shard.due && !whole->shard.reduced)
+    return gmi_fail(GEMINI_ERR_STATE, 0,
+                    "gradients of arena %s are not READY_FOR_REDUCE: an update of a part adds a round that one of them "
+                    "has begun",
+                    whole->name);
+  while (!status && (whole->shard.due || whole->shard.reduced) && whole->shard.reduced < count - first)
+    status = reduce_next(m, whole);
+  return status;
+}
+
+gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params, uint32_t first, uint32_t end) {
   gmi_arena_t *const both[] = { params, gmi_arena_reuser(m, params) };
   gemini_status_t status = GEMINI_OK;
   for (int k = 0; k < 2; k++) {
-    for (uint32_t i = 0; !status && both[k] && both[k]->chunks && i < atomic_load(&both[k]->chunk_count); i++) {
+    for (uint32_t i = first; !status && both[k] && both[k]->chunks && i < end; i++) {
       gmi_chunk_t *c = &both[k]->chunks[i];
       if (!k) status = leave(m, c, false);
       if (!status && !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))

@@ -82,9 +82,9 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
  * those of ZERO_PARAMS and written ones. Written parameters go to the slices first. What leaves follows from the calls
  * for sharded arenas alone, so it is the same on all ranks. Fails if a group has failed. */
 gemini_status_t gmi_gathered_leave(gmi_manager_t *m, bool all);
-/* Before an update changes the slices of parameters on all ranks: what was gathered of them leaves the device. BUSY: a
- * chunk of them, or of their gradients, is acquired. */
-gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params);
+/* Before an update changes the slices of chunks [first, end) of parameters on all ranks: what was gathered of them
+ * leaves the device. BUSY: one of them, or of their gradients, is acquired. */
+gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params, uint32_t first, uint32_t end);
 /* Such an update was accepted: their gradients, added or not, are zeros again. */
 void gmi_gradients_taken(gmi_manager_t *m, gmi_arena_t *params);
 /* A gathered chunk leaves unless it is in use. */
@@ -116,5 +116,11 @@ void gmi_range_slices(gmi_manager_t *m, const gmi_range_t *r, gmi_range_t *slice
  * if any rank has written. whole: the sharded arena of gradients. */
 gemini_status_t gmi_reduce_ready(gmi_manager_t *m, gmi_arena_t *whole);
 gemini_status_t gmi_reduce_all(gmi_manager_t *m, gmi_arena_t *whole);
+/* Gradients with sums: adds those of this round down to chunk first, whatever is READY_FOR_REDUCE. Ranks need not call
+ * it at the same points of their programs: it exchanges nothing, so a round must have begun, or have ended with all
+ * that was written (STATE). */
+gemini_status_t gmi_reduce_part(gmi_manager_t *m, gmi_arena_t *whole, uint32_t first);
+/* How many chunks, from the last one down, updates of parts have taken of the arenas laid out like a sharded one. */
+uint32_t *gmi_parts_updated(gmi_manager_t *m, const gmi_arena_t *a);
 
 #endif

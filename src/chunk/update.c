@@ -380,10 +380,13 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (!status) status = gmi_workers_failure(m); /* an earlier update did not run: further ones would hide wrong bytes */
   if (status) return status;
   gemini_update_t *u = &k->u;
-  const uint32_t known = GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT;
+  const uint32_t known = GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT | GEMINI_UPDATE_PART;
   if (u->flags & ~known) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~known);
   if (u->flags & GEMINI_UPDATE_SPECULATE && u->flags != GEMINI_UPDATE_SPECULATE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_SPECULATE goes with no other flag", u->flags);
+  if (u->flags & GEMINI_UPDATE_PART && u->flags & GEMINI_UPDATE_COMMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_PART does not go with GEMINI_UPDATE_COMMIT",
+                    u->flags);
   if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
   if (!u->arenas || !u->modes || (!u->fn && !u->try_fn))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
@@ -422,10 +425,14 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
                     "first_element + element_count is %llu + %llu, more than the %llu elements of the arenas",
                     (unsigned long long)u->first_element, (unsigned long long)u->element_count,
                     (unsigned long long)elements);
-  if (gmi_arena_is_sharded(k->named[0]) && u->element_count != elements)
+  if (u->flags & GEMINI_UPDATE_PART && !gmi_arena_is_sharded(k->named[0]))
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "flags is %#x: GEMINI_UPDATE_PART is for sharded arenas, and arena %s is not", u->flags,
+                    k->named[0]->name);
+  if (gmi_arena_is_sharded(k->named[0]) && u->element_count != elements && !(u->flags & GEMINI_UPDATE_PART))
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
                     "first_element + element_count is %llu + %llu: an update of sharded arenas takes all of their %llu "
-                    "elements",
+                    "elements, unless it has GEMINI_UPDATE_PART",
                     (unsigned long long)u->first_element, (unsigned long long)u->element_count,
                     (unsigned long long)elements);
   return GEMINI_OK;
@@ -475,29 +482,79 @@ static gemini_status_t walk_room(gmi_walk_t *k, uint32_t index) {
   return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
+/* The chunks of a whole arena that the update takes, the last one exclusive. */
+static uint32_t first_chunk(const gmi_walk_t *k) { return (uint32_t)(k->u.first_element / k->slicing.chunk); }
+static uint32_t end_chunk(const gmi_walk_t *k) {
+  return (uint32_t)((k->u.first_element + k->u.element_count + k->slicing.chunk - 1) / k->slicing.chunk);
+}
+
+/* Sharded arenas: may the update take these elements? */
+static gemini_status_t part_check(const gmi_walk_t *k) {
+  const gemini_update_t *u = &k->u;
+  const uint32_t updated = *gmi_parts_updated(k->m, k->named[0]);
+  const uint64_t chunk = k->slicing.chunk, end = u->first_element + u->element_count;
+  if (!(u->flags & GEMINI_UPDATE_PART))
+    return updated ? gmi_fail(GEMINI_ERR_STATE, 0,
+                              "a part of arena %s, %u chunks, has been updated: the other parts come next, with "
+                              "GEMINI_UPDATE_PART",
+                              k->named[0]->name, updated)
+                   : GEMINI_OK;
+  uint64_t elements = UINT64_MAX;
+  bool sums = false;
+  for (uint32_t i = 0; i < u->arena_count; i++) {
+    uint64_t has = atomic_load(&k->named[i]->size) / k->named[i]->element_bytes;
+    if (has < elements) elements = has;
+    sums |= gmi_arena_has_sums(k->named[i]);
+    if (k->named[i]->reused || k->named[i]->store != k->named[i]->index)
+      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "gradients take the bytes of arena %s: an update takes all of it",
+                      gmi_arena_at(k->m, k->named[i]->store)->name);
+  }
+  if (!sums)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "an update of a part of arena %s names no arena of gradients",
+                    k->named[0]->name);
+  const uint64_t left = (elements + chunk - 1) / chunk - updated, last = updated ? left * chunk : elements;
+  if (u->first_element % chunk || end != last)
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "first_element + element_count is %llu + %llu: a part of arena %s begins at a multiple of the %llu "
+                    "elements of a chunk, and the next one ends at %llu",
+                    (unsigned long long)u->first_element, (unsigned long long)u->element_count, k->named[0]->name,
+                    (unsigned long long)chunk, (unsigned long long)last);
+  return GEMINI_OK;
+}
+
 /* Sharded arenas: adds the gradients that the update names and that have not been added yet, of which none is a gap any
  * more, and takes gathered parameters that it will outdate from the device. */
 static gemini_status_t walk_gathered(gmi_walk_t *k) {
-  gemini_status_t status = GEMINI_OK;
+  k->slicing = gmi_slicing(k->m, k->named[0]);
+  gemini_status_t status = part_check(k);
+  const bool part = k->u.flags & GEMINI_UPDATE_PART;
+  for (uint32_t i = 0; !status && i < k->u.arena_count; i++) {
+    if (!gmi_arena_is_gradients(k->named[i])) continue;
+    status = part ? gmi_reduce_part(k->m, k->named[i], first_chunk(k)) : gmi_reduce_all(k->m, k->named[i]);
+  }
   for (uint32_t i = 0; !status && i < k->u.arena_count; i++)
-    if (gmi_arena_is_gradients(k->named[i])) status = gmi_reduce_all(k->m, k->named[i]);
-  for (uint32_t i = 0; !status && i < k->u.arena_count; i++)
-    if (k->modes[i] & GEMINI_WRITE) status = gmi_gathered_drop(k->m, k->named[i]);
+    if (k->modes[i] & GEMINI_WRITE) status = gmi_gathered_drop(k->m, k->named[i], first_chunk(k), end_chunk(k));
   k->gap_arena = GMI_NONE;
   return status;
 }
 /* Turns from the caller's sharded arenas to those of the slices. */
 static void walk_slices(gmi_walk_t *k) {
-  k->slicing = gmi_slicing(k->m, k->named[0]);
   for (uint32_t i = 0; i < k->u.arena_count; i++) k->arenas[i] = gmi_arena_slices(k->m, k->named[i]);
-  k->u.element_count = gmi_slices_end(&k->slicing, k->u.element_count);
+  const uint64_t end = gmi_slices_end(&k->slicing, k->u.first_element + k->u.element_count);
+  k->u.first_element = gmi_slices_end(&k->slicing, k->u.first_element);
+  k->u.element_count = end - k->u.first_element;
 }
 
 /* After the update the caller's tensors hold parameters. */
 static void walk_tensors(gmi_walk_t *k, uint64_t first_element, uint64_t element_count) {
+  const bool last = !(k->u.flags & GEMINI_UPDATE_PART) || !first_element; /* all elements are updated now */
+  if (k->slicing.chunk) {
+    uint32_t *updated = gmi_parts_updated(k->m, k->named[0]);
+    *updated = last ? 0 : *updated + (uint32_t)((element_count + k->slicing.chunk - 1) / k->slicing.chunk);
+  }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     gmi_arena_t *a = k->named[i];
-    if (gmi_arena_has_sums(a)) a->shard.summed = false; /* the next round is of the next step */
+    if (gmi_arena_has_sums(a) && last) a->shard.summed = false; /* the next round is of the next step */
     if (!(k->modes[i] & GEMINI_WRITE)) continue;
     gmi_arena_each(k->m, a, first_element * a->element_bytes, element_count * a->element_bytes, after_update, NULL);
     if (gmi_arena_is_sharded(a)) gmi_gradients_taken(k->m, a);

@@ -212,6 +212,9 @@ typedef struct gmi_arena {
     uint64_t since; /* value of bracket.op_serial_next before the first operator that may have written gradients since
                       * the last round */
     bool taken;     /* a plain range has been taken (gemini_arena_take()) */
+    /* Of the arena whose elements say how all that follow it are divided: */
+    uint32_t updated; /* chunks, from the last one down, that updates of parts have taken; the one that takes chunk 0
+                       * sets it back to 0 */
   } shard;
 } gmi_arena_t;
 

@@ -17,9 +17,10 @@ enum { LAYERS = 7, RANKS_MOST = 4, STEPS = 6, ELEMENTS_MOST = 1 << 20 };
 typedef struct {
   uint32_t ranks, stage, element_bytes; /* 4: float; 2: bfloat16 */
   uint64_t device_chunks, host_chunks, file_chunks;
-  bool unused;              /* some layers get no gradient on some ranks */
-  bool wait;                /* a gradient is never READY_FOR_REDUCE: the update adds it */
-  uint32_t micro_batches;   /* of a step, whose gradients have bytes of their own; 0: they reuse those of parameters */
+  bool unused;            /* some layers get no gradient on some ranks */
+  bool wait;              /* a gradient is never READY_FOR_REDUCE: the update adds it */
+  uint32_t micro_batches; /* of a step, whose gradients have bytes of their own; 0: they reuse those of parameters */
+  bool parts;             /* of the one micro-batch: updated in the backward pass, by parts that differ between ranks */
   uint32_t device, ordinal; /* GEMINI_DEVICE_* */
   uint32_t placement;       /* GEMINI_PLACEMENT_*, where a test depends on it */
   /* Copies to or from device memory behind the work of the native stream, and blocks; for GPUs, whose memory functions
@@ -453,7 +454,7 @@ static gemini_status_t op(rank_t *k, uint32_t step, uint32_t layer, bool back) {
     status = gemini_tensor_state_set(k->w.mgr, k->grad[layer], GEMINI_STATE_HOLD);
   if (!status && back && !(k->shape.wait && layer == 2) && state != GEMINI_STATE_READY_FOR_REDUCE)
     status = gemini_tensor_state_set(k->w.mgr, k->grad[layer], GEMINI_STATE_READY_FOR_REDUCE);
-  if (!status && back && has_sums(k) && step == LATE_BATCH && !layer) status = late_gradient(k);
+  if (!status && back && has_sums(k) && !k->shape.parts && step == LATE_BATCH && !layer) status = late_gradient(k);
   gemini_status_t ended = gemini_op_end(k->w.mgr);
   return status ? status : ended;
 }
@@ -472,12 +473,69 @@ static gemini_status_t update(rank_t *k, uint32_t arena_count, gemini_update_fn 
   return gemini_update(k->w.mgr, &u);
 }
 
+/* Updates elements [first, end) with all states, late. */
+static gemini_status_t update_part(rank_t *k, uint64_t first, uint64_t end) {
+  const gemini_arena_t arenas[] = { k->params, k->grads, k->masters, k->momenta };
+  const uint32_t modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE | GEMINI_UPDATE_PART;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 4;
+  u.first_element = first;
+  u.element_count = end - first;
+  u.stream = k->w.stream;
+  u.fn = any_span;
+  u.user = k;
+  return gemini_update(k->w.mgr, &u);
+}
+/* What must not be done between a part and the last one, if it is the one that ended at the arena's end. */
+static void check_part_refusals(rank_t *k, uint64_t first) {
+  const gemini_manager_t mgr = k->w.mgr;
+  const uint64_t chunk = chunk_of(&k->shape) / k->shape.element_bytes;
+  uint64_t offset;
+  gemini_access_t use = world_whole(k->param[LAYERS - 1], GEMINI_READ, DEVICE), all = world_whole(k->grads, 0, 0);
+  CHECK_STATUS(gemini_acquire(mgr, &use, 1, k->w.stream), GEMINI_ERR_STATE);
+  use = world_whole(k->grad[LAYERS - 1], GEMINI_READ_WRITE, DEVICE);
+  CHECK_STATUS(gemini_acquire(mgr, &use, 1, k->w.stream), GEMINI_ERR_STATE);
+  CHECK_STATUS(gemini_zero(mgr, &all), GEMINI_ERR_STATE);
+  CHECK_STATUS(gemini_arena_take(mgr, k->params, 4096, &offset), GEMINI_ERR_STATE);
+  CHECK_STATUS(update(k, 4, any_span), GEMINI_ERR_STATE);
+  CHECK_STATUS(update_part(k, first, k->model.first[LAYERS]), GEMINI_ERR_INVALID); /* a second time */
+  CHECK_STATUS(update_part(k, first - chunk / 2, first), GEMINI_ERR_INVALID);
+  CHECK_STATUS(update_part(k, first - 2 * chunk, first - chunk), GEMINI_ERR_INVALID);
+}
+/* The backward pass of the model comes first, as spans compare what they get with it. */
+static gemini_status_t backward_with_parts(rank_t *k, uint32_t number) {
+  const uint64_t chunk = chunk_of(&k->shape) / k->shape.element_bytes;
+  uint64_t end = k->model.first[LAYERS];
+  gemini_status_t status = GEMINI_OK;
+  model_backward(k, number);
+  model_reduce(k);
+  for (uint32_t layer = LAYERS; !status && layer-- > 0;) {
+    uint64_t first = (k->model.first[layer] + chunk - 1) / chunk * chunk, offset;
+    status = op(k, number, layer, true);
+    if (!status && !layer && end > chunk && !(k->rank & 1)) { /* where all are READY_FOR_REDUCE: when all are added */
+      status = update_part(k, chunk, end);
+      end = chunk;
+      CHECK_STATUS(gemini_arena_take(k->w.mgr, k->params, 4096, &offset), GEMINI_ERR_STATE);
+    }
+    if (status || first >= end || (layer && (layer + k->rank) % 3 == 0)) continue;
+    const bool refusals = number == 1 && end == k->model.first[LAYERS] && first > 2 * chunk;
+    status = update_part(k, first, end);
+    if (!status && refusals) check_part_refusals(k, first);
+    end = first;
+  }
+  return status;
+}
+
 /* Forward and backward. */
 static gemini_status_t micro_batch(rank_t *k, uint32_t number) {
   gemini_manager_t mgr = k->w.mgr;
   gemini_status_t status = gemini_phase_set(mgr, GEMINI_PHASE_FORWARD);
   for (uint32_t layer = 0; !status && layer < LAYERS; layer++) status = op(k, number, layer, false);
   if (!status) status = gemini_phase_set(mgr, GEMINI_PHASE_BACKWARD);
+  if (!status && k->shape.parts) return backward_with_parts(k, number);
   for (uint32_t layer = LAYERS; !status && layer-- > 0;) status = op(k, number, layer, true);
   if (!status) status = gemini_stream_synchronize(mgr, k->w.stream); /* the model changes below */
   if (status) return status;
@@ -550,8 +608,9 @@ static void check_slices(rank_t *k) {
 /* One step; the first failure ends it. */
 static gemini_status_t step(rank_t *k, uint32_t n, bool with_norm) {
   gemini_manager_t mgr = k->w.mgr;
+  const bool extras = has_sums(k) && !k->shape.parts;
   gemini_status_t status = gemini_iteration_begin(mgr);
-  if (!status && has_sums(k) && n == 3) { /* a micro-batch that is given up, after a part of it was */
+  if (!status && extras && n == 3) { /* a micro-batch that is given up, after a part of it was */
     status = micro_batch(k, batch_number(n, 9));
     if (!status) zero_gradients(k, k->grad[4], k->model.first[4], k->model.elements[4], false);
     if (!status) status = check_norm(k);
@@ -560,17 +619,17 @@ static gemini_status_t step(rank_t *k, uint32_t n, bool with_norm) {
   }
   for (uint32_t i = 0; !status && i < (has_sums(k) ? k->shape.micro_batches : 1); i++) {
     status = micro_batch(k, batch_number(n, i));
-    if (!status && has_sums(k) && (n + i) % 3 == 1) status = check_norm(k);
-    if (!status && has_sums(k) && n == LATE_BATCH && !i && k->shape.stage != GEMINI_ZERO_STATES)
+    if (!status && extras && (n + i) % 3 == 1) status = check_norm(k);
+    if (!status && extras && n == LATE_BATCH && !i && k->shape.stage != GEMINI_ZERO_STATES)
       status = check_norm_again(k);
-    if (!status && has_sums(k) && n == 4 && !i)
+    if (!status && extras && n == 4 && !i)
       zero_gradients(k, k->grad[5], k->model.first[5], k->model.elements[5], false);
   }
   if (!status && with_norm) status = check_norm(k);
   if (status) return status;
   model_reduce(k);
   status = gemini_phase_set(mgr, GEMINI_PHASE_UPDATE);
-  if (!status) status = update(k, 4, any_span);
+  if (!status) status = k->shape.parts ? gemini_update_wait(mgr) : update(k, 4, any_span);
   if (!status) status = gemini_iteration_end(mgr);
   if (!status) model_update(k);
   if (!status && has_sums(k)) check_slices(k);

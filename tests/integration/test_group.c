@@ -109,6 +109,30 @@ static void test_sums_of_micro_batches_in_little_memory(void) {
   }
 }
 
+/* Updates of parts, each rank others, at other points of the backward pass. */
+static void test_parts_are_updated_in_the_backward_pass(void) {
+  process_t before = process_now();
+  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
+    shape_t shape = { .ranks = ranks,
+                      .stage = 1 + ranks % 3, /* GEMINI_ZERO_* */
+                      .element_bytes = 4,
+                      .device_chunks = 64,
+                      .host_chunks = 96,
+                      .micro_batches = 1,
+                      .wait = ranks == 2,
+                      .parts = true };
+    if (ALL_SHAPES) train(&shape);
+    shape.stage = 1 + (ranks + 1) % 3;
+    shape.element_bytes = 2;
+    shape.device_chunks = 24;
+    shape.host_chunks = 16;
+    shape.file_chunks = 100;
+    shape.unused = true;
+    train(&shape);
+  }
+  process_check(before);
+}
+
 /* ---- functions of the caller's, over memory that the processes share; simple, and blocking */
 typedef struct {
   _Atomic uint64_t arrived[RANKS_MOST]; /* Atomic: the meetings of each rank so far; stored (release) behind bytes */
@@ -464,6 +488,7 @@ int main(void) {
   RUN(test_training_in_little_memory_has_the_same_bits);
   RUN(test_gradients_of_micro_batches_are_added_in_their_order);
   RUN(test_sums_of_micro_batches_in_little_memory);
+  RUN(test_parts_are_updated_in_the_backward_pass);
   RUN(test_failing_ranks_are_named_by_all_others);
   RUN(test_training_over_functions_of_the_caller);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);

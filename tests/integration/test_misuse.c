@@ -2048,6 +2048,11 @@ static void test_what_sums_of_gradients_cannot_do_is_refused(void) {
   }
 }
 
+static void never_update(void *user, const gemini_update_span_t *span) {
+  (void)user, (void)span;
+  CHECK(false);
+}
+
 static void test_what_sharded_arenas_cannot_do_is_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
@@ -2099,6 +2104,19 @@ static void test_what_sharded_arenas_cannot_do_is_refused(void) {
   gemini_tensor_t p = world_tensor(&bed.w, params, "shared weight", 2 * W), g, s;
   CHECK_OK(gemini_tensor_counterpart(mgr, p, grads, &g));
   CHECK_OK(gemini_tensor_counterpart(mgr, p, states, &s));
+  const gemini_arena_t all_three[] = { params, states, grads };
+  const uint32_t three_modes[] = { GEMINI_WRITE, GEMINI_READ_WRITE, GEMINI_READ };
+  gemini_update_t some = GEMINI_UPDATE_INIT;
+  some.flags = GEMINI_UPDATE_PART;
+  some.arenas = all_three;
+  some.modes = three_modes;
+  some.arena_count = 3;
+  some.fn = never_update;
+  REFUSED(UNSUPPORTED, "gradients take the bytes of arena sharded", gemini_update, mgr, &some);
+  some.arena_count = 1;
+  some.arenas = &states;
+  some.modes = &three_modes[1];
+  REFUSED(INVALID, "sharded states names no arena of gradients", gemini_update, mgr, &some);
   gemini_access_t a = world_whole(p, READ, DEVICE);
   uint64_t bytes = 77, offset = 77, size = 77;
   REFUSED(STATE, "sharded slices is not pinned", gemini_unpin, mgr, &a);
@@ -2333,7 +2351,9 @@ static void test_updates_out_of_range_are_refused(void) {
   bed_open();
   int spans = 0;
   const uint64_t elements = world_arena_info(&bed.w, bed.params).size_bytes / 2;
-  REFUSED_UPDATE(INVALID, "flags|0x8", u.flags = 8);
+  REFUSED_UPDATE(INVALID, "flags|0x10", u.flags = 16);
+  REFUSED_UPDATE(INVALID, "GEMINI_UPDATE_PART is for sharded arenas|params", u.flags = GEMINI_UPDATE_PART);
+  REFUSED_UPDATE(INVALID, "GEMINI_UPDATE_PART does not go with", u.flags = GEMINI_UPDATE_PART | GEMINI_UPDATE_COMMIT);
   REFUSED_UPDATE(INVALID, "flags|goes with no other flag", u.flags = GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT);
   REFUSED_UPDATE(INVALID, "flags|0x8000000", u.flags = UINT32_C(1) << 31);
   REFUSED_UPDATE(INVALID, "NULL", u.arenas = NULL);

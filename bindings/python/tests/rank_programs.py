@@ -97,10 +97,10 @@ class Parallel(nn.Module):
 
 
 class Branches(nn.Module):
-    def __init__(self):
+    def __init__(self, count=4):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.choice = Choice(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.choice = Choice(nn.Linear(WIDTH, WIDTH) for _ in range(count))
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, input_ids, labels, branches=(0, 1)):
@@ -151,9 +151,9 @@ class Gpt(nn.Module):
 def build(name, dtype="float32"):
     if name == "gpt":
         return Gpt().to(getattr(torch, dtype))
-    if name == "branches":
+    if name in ("branches", "8 branches"):
         torch.manual_seed(0)
-        return Branches().to(getattr(torch, dtype))
+        return Branches(8 if name == "8 branches" else 4).to(getattr(torch, dtype))
     if name == "lora":
         import peft
 
@@ -169,7 +169,7 @@ def build(name, dtype="float32"):
 def rows(name, step, begin, end, length=LENGTH, dtype=torch.float32):
     """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
-    if name in ("branches", "parallel"):
+    if name in ("branches", "8 branches", "parallel"):
         ids = torch.randn(ROWS, WIDTH, generator=generator).to(DEVICE, dtype)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length].to(DEVICE)
@@ -228,7 +228,7 @@ def session(zero=3, memory=None, **more):
     if memory:
         more["device_memory"] = memory
     device = None if DEVICE == "cuda" else "cpu"
-    gm.init(device=device, strict=True, zero=zero, **{"deadline": 30.0, **SIZES, **more})
+    gm.init(device=device, zero=zero, **{"strict": True, "deadline": 30.0, **SIZES, **more})
     try:
         yield gm.session()
     finally:
@@ -241,6 +241,28 @@ def state(model, optimizer):
     for number, values in optimizer.state_dict()["state"].items():
         out.update({f"{number}.{name}": value for name, value in values.items()})
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in out.items()}
+
+
+def parts_before_the_end(optimizer):
+    """A list that gets, for each backward pass, the first elements of the parts that are updated before its end."""
+    firsts, parts = [], optimizer.rule.parts
+    begin, submit, end = parts.begin, parts.submit, parts.end
+
+    def begin_pass():
+        firsts.append([])
+        begin()
+
+    def note_submit(arena, part, records, first):
+        submit(arena, part, records, first)
+        firsts[-1].append(first)
+
+    def end_pass():
+        parts.submit = submit
+        end()
+        parts.submit = note_submit
+
+    parts.begin, parts.submit, parts.end = begin_pass, note_submit, end_pass
+    return firsts
 
 
 # ---- programs
@@ -257,20 +279,24 @@ def training(
     optimizer=None,
     adapters=None,
     rank_order=False,
+    early=False,
+    strict=True,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
 
     adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
+    early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
     """
     rank, count = rank_and_count()
     inputs = {} if branches is None else {"branches": branches[rank]}
-    with session(zero, memory, rank_order=rank_order) as opened:
+    with session(zero, memory, rank_order=rank_order, strict=strict) as opened:
         torch.manual_seed(100 + rank)
         made = build(model, dtype)
         for name, param in made.named_parameters():
             param.requires_grad_(not any(part in name for part in frozen))
-        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), step_in_backward=early)
+        parts = parts_before_the_end(optimizer) if early else []
         if unit:
             gm.unit(made.get_submodule(unit))
         called = nn.parallel.DistributedDataParallel(made) if wrapped else made
@@ -281,7 +307,7 @@ def training(
         if adapters:
             made.save_pretrained(os.path.join(adapters, str(rank)))
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
-        return {**out, "state": state(made, optimizer), "adapters": adapters}
+        return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
 
 
 def columns(*, model, lengths):
@@ -508,13 +534,19 @@ def another_model():
         gm.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9 if rank else 10)))
 
 
-def ends(*, point, how, deadline=4.0):
-    """Rank 1 is killed, or raises, in the forward pass, the backward pass, or before the step."""
+def ends(*, point, how, deadline=4.0, early=False):
+    """Rank 1 is killed, or raises, in the forward pass, the backward pass, or before the step.
+
+    early: the backward pass updates, and has begun to.
+    """
     rank, count = rank_and_count()
+    inputs = {**share(count, rank), "branches": list(range(8))}
     with session(deadline=deadline):
-        made = build("branches")
-        made, optimizer = gm.prepare(made, adamw(made))
-        steps(made, optimizer, "branches", **share(count, rank), count=2)
+        made = build("8 branches")
+        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early)
+        parts = parts_before_the_end(optimizer) if early else []
+        steps(made, optimizer, "8 branches", **inputs, count=2)
+        assert all(parts)
 
         def end(*_):
             if how == "killed":
@@ -525,12 +557,61 @@ def ends(*, point, how, deadline=4.0):
             made.last.register_forward_pre_hook(end)
         if rank == 1 and point == "backward":
             made.choice[0].register_full_backward_hook(end)
-        loss = made(**rows("branches", 2, **share(count, rank)))["loss"]
+        loss = made(**rows("8 branches", 2, **share(count, rank)), branches=inputs["branches"])["loss"]
         loss.backward()
         if rank == 1 and point == "step":
             end()
         optimizer.step()
-        steps(made, optimizer, "branches", **share(count, rank), count=1)
+        steps(made, optimizer, "8 branches", **inputs, count=1)
+
+
+def early(*, model):
+    """What is refused where the backward pass updates, and that it goes on after it. Returns messages and states."""
+    rank, count = rank_and_count()
+    out = {}
+
+    def refused(name, function):
+        try:
+            function()
+        except (gm.GeminiError, ArithmeticError) as error:
+            out[name] = str(error)
+
+    def loss_of(step):
+        return made(**rows(model, step, **share(count, rank)))["loss"]
+
+    with session():
+        made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=True)
+        steps(made, optimizer, model, **share(count, rank), count=1)
+        out["before"] = state(made, optimizer)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
+        refused("options", loss_of(1).backward)
+        out["after"] = state(made, optimizer)
+        optimizer.param_groups[0]["lr"] = 3e-3
+        loss_of(1).backward()
+        refused("clip", lambda: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5))
+        refused("second", loss_of(2).backward)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = torch.tensor(3e-3)
+        steps(made, optimizer, model, **share(count, rank), count=2)
+        out["state"] = state(made, optimizer)
+
+        def give_up(*_):
+            raise ArithmeticError("all give up")
+
+        hook = next(made.parameters()).register_post_accumulate_grad_hook(give_up)  # the last one of the pass
+        refused("raises", loss_of(3).backward)
+        hook.remove()
+        optimizer.step()
+        steps(made, optimizer, model, **share(count, rank), count=1)
+        out["after raising"] = state(made, optimizer)
+    with session():
+        made = build("branches")
+        optimizer = torch.optim.AdamW([made.first.weight, made.last.weight])
+        made, optimizer = gm.prepare(made, optimizer, step_in_backward=True)
+        optimizer.add_param_group({"params": [made.last.bias]})
+        refused("added", lambda: steps(made, optimizer, "branches", **share(count, rank), count=1))
+        return out
 
 
 def refusals():
@@ -552,7 +633,8 @@ def refusals():
         made.zero_grad()
         refused("adafactor", lambda: gm.prepare(made, torch.optim.Adafactor(made.parameters())))
         refused("another class", lambda: gm.prepare(made, type("Mine", (torch.optim.SGD,), {})(made.parameters())))
-        refused("early", lambda: gm.prepare(made, adamw(made), step_in_backward=True))
+        sgd = torch.optim.SGD(made.parameters())
+        refused("early", lambda: gm.prepare(made, sgd, step_in_backward=True))
         made, optimizer = gm.prepare(made, adamw(made))
         refused("second", lambda: gm.prepare(made, adamw(made)))
         weight = made.transformer.wte.weight

@@ -122,6 +122,27 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "built in": ("built_in", {"model": "gpt2"}),
     "lora": ("training", {"model": "lora", "frozen": ["base_layer", "wte", "wpe", "ln_", "mlp", "c_proj"]}),
 }
+BF16 = {"model": "llama", "dtype": "bfloat16"}
+# Of 8 branches, both ranks lack one, and rank 1 another one: it can update less of the arena before the pass ends. Not
+# strict: rank 0 would wait until a chunk of gradients can be unmapped, that is for rank 1.
+LACKING = {"branches": [[0, 2, 3, 4, 5, 6, 7], [0, 2, 3, 5, 6, 7]], "unit": "choice", "memory": "4MiB", "strict": False}
+AT_THE_END = {  # of the backward pass, by name
+    "gpt2 at the end": ("training", {"model": "gpt2", "memory": "640KiB"}),
+    "bf16 at the end": ("training", {**BF16, "zero": 2}),
+    "lacking at the end": ("training", {"model": "8 branches", **LACKING}),
+}
+EARLY = {  # what updates in it, and computes the same
+    "early, zero 1": ("gpt2 at the end", {"zero": 1, "memory": "1MiB"}),
+    "early, zero 3, 30 %": ("gpt2 at the end", {}),
+    "early, zero 2": ("bf16 at the end", {}),
+    "early, zero auto, 100 %": ("bf16 at the end", {"zero": "auto", "memory": "4MiB"}),
+    "early, lacking": ("lacking at the end", {}),
+}
+LARGER_EARLY = ("gpt2 at the end", "early, zero 3, 30 %")  # with 4 ranks, too
+AT_THE_END_AND_EARLY = {
+    **AT_THE_END,
+    **{name: ("training", {**AT_THE_END[base][1], **more, "early": True}) for name, (base, more) in EARLY.items()},
+}
 SKIPPED = ("backward", "step")
 LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
 OTHERS = {
@@ -135,6 +156,8 @@ OTHERS = {
     "another model": ("another_model", {}),
     "refusals": ("refusals", {}),
     "left out": ("left_out", {}),
+    **AT_THE_END_AND_EARLY,
+    "early": ("early", {"model": "gpt2"}),
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
 }
@@ -144,7 +167,8 @@ OTHERS = {
 def outcomes(tmp_path_factory):
     """By number of ranks and name of a case, the outcome of each rank."""
     out = {}
-    for ranks, cases in (2, {**CASES, **OTHERS}), (4, {name: CASES[name] for name in LARGER}):
+    larger = {name: {**CASES, **AT_THE_END_AND_EARLY}[name] for name in LARGER + LARGER_EARLY}
+    for ranks, cases in (2, {**CASES, **OTHERS}), (4, larger):
         folder = tmp_path_factory.mktemp("ranks")
         if "saving" in cases:
             cases["lora"] = "training", {**CASES["lora"][1], "adapters": str(folder / "adapters")}
@@ -250,6 +274,44 @@ def test_what_some_ranks_or_none_use(outcomes):
     for outcome in outcomes[2, "no unit"]:
         assert "ranks differ: rank" in outcome["text"]
         assert "choice.1.weight" in outcome["text"] and "choice.2.weight" in outcome["text"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*((2, name) for name in EARLY), (4, LARGER_EARLY[1])])
+def test_updates_in_the_backward_pass(outcomes, ranks, name):
+    """The same bits as by step(), with the same collectives, and parts are updated before the pass ends."""
+    late, early = good(outcomes[ranks, EARLY[name][0]]), good(outcomes[ranks, name])
+    for one in early:
+        same_state(one, late[0])
+        assert len(one["parts"]) == 4 and all(one["parts"])
+        if not EARLY[name][1]:
+            for what in "gathered_chunks", "reduced_chunks":
+                assert one["stats"][what] == late[0]["stats"][what], what
+    assert [one["losses"] for one in early] == [one["losses"] for one in late]
+    assert (early[0]["parts"] == early[1]["parts"]) == ("lacking" not in name)
+
+
+def test_updates_in_the_backward_pass_are_refused(outcomes):
+    first, second = good(outcomes[2, "early"])
+    for one in first, second:
+        same_state({"state": one["after"]}, {"state": one["before"]})
+        assert "rank 0 has lr=0.001 in group 0, rank 1 has lr=0.002 in group 0" in one["options"]
+        assert "the gradient of parameter transformer.wte.weight is gone" in one["clip"]
+        assert "has a second gradient" in one["second"] and "call optimizer.step()" in one["second"]
+        assert one["raises"] == "all give up"
+        assert "parameter last.bias was added to the optimizer after prepare()" in one["added"]
+    for name in "state", "after raising":
+        same_state({"state": first[name]}, {"state": second[name]})
+    made = rank_programs.build("gpt2")
+    optimizer = rank_programs.adamw(made)
+    whole = {"begin": 0, "end": rank_programs.ROWS}
+    rank_programs.steps(made, optimizer, "gpt2", **whole, count=1)
+    made(**rank_programs.rows("gpt2", 1, **whole))["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rank_programs.steps(made, optimizer, "gpt2", **whole, count=2)
+    assert far_apart(first["state"], rank_programs.state(made, optimizer)) <= 1e-6
+    changed = [name for name, value in first["state"].items() if not torch.equal(value, first["after raising"][name])]
+    assert len(changed) == len(first["state"])
 
 
 def test_states_are_copied_and_loaded(outcomes):
@@ -386,7 +448,8 @@ def test_a_rank_that_leaves_out_a_call_is_found_out(outcomes, what):
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_a_rank_that_ends_is_named(tmp_path, where, how):
-    processes, paths = start(tmp_path, 3, "ends", point=where, how=how)
+    early = where == "backward" and how == "killed"
+    processes, paths = start(tmp_path, 3, "ends", point=where, how=how, early=early)
     try:
         ends = [process.wait(60) for process in processes]
     finally:
@@ -446,7 +509,7 @@ def test_what_is_refused(outcomes):
         "zero": 'zero is 4: want 1, 2, 3 or "auto"',
         "adafactor": "Adafactor is not supported on several ranks",
         "another class": "Mine is not supported on several ranks",
-        "early": "step_in_backward is not supported",
+        "early": "step_in_backward is for torch.optim.AdamW and Adam",
         "gradient before": "parameter transformer.wpe.weight has a gradient from before prepare()",
         "second": "a second optimizer",
         "read": "transformer.wte.weight.grad: a gradient is divided among the ranks",

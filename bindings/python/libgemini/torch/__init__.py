@@ -305,8 +305,8 @@ def prepare(
         optimizer: An optimizer over the model's parameters, which has not made a step.
         step_in_backward: Each backward pass is a step: a parameter is updated as soon as its gradient is complete, and
             optimizer.step() only ends the step. This hides most of the update, and gradients of 16 bits need no memory
-            of their own. For torch.optim.AdamW and Adam, without accumulation, clipping or loss scaling: reading a
-            gradient is an error.
+            of their own, unless there are several processes. For torch.optim.AdamW and Adam, without accumulation,
+            clipping or loss scaling: reading a gradient is an error.
         offload_activations: Every forward pass of the model runs as if within offload_activations().
 
     Returns:

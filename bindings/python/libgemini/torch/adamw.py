@@ -14,6 +14,7 @@ from .. import abi
 from ..abi import GeminiError
 from . import internals
 from .arenas import ALIGNMENT, DTYPES
+from .parts import Parts
 from .rules import groups_of, master_place, own_step
 from .speculate import Speculation, first_of, padded
 from .states import AdamwState, count_of
@@ -24,6 +25,11 @@ if typing.TYPE_CHECKING:
 # After so many backward passes that began with updates pending, the next one waits for them. A GPU may always be one
 # step behind.
 MOST_UNSURE = 16
+
+
+def is_whole(ranges, start):
+    """Whether ranges of an update skip no element from start on."""
+    return all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
 
 
 class AdamwRule:
@@ -47,6 +53,7 @@ class AdamwRule:
         self.group_of = {}
         self.neighbours = {}  # by record: the records that share chunks with it, and itself
         self.waiting = {}  # records whose gradients are complete, in their order
+        self.parts: Parts | None = None  # on several ranks: what is updated in the backward pass
         self.speculation = Speculation(self) if session.speculate and not session.ranks else None
 
     def prepare(self, records):
@@ -128,6 +135,9 @@ class AdamwRule:
         """One update of each arena, of all its elements: those of a rank's slices."""
         ranks = self.session.ranks
         self.session.brackets.op_end()
+        if self.parts:
+            self.parts.step()
+            return
         present = ranks.present([record for records in self.arenas.values() for record in records])
         for arena, records in self.arenas.items():
             self.submit(arena, [record for record in records if record in present], group_of)
@@ -139,6 +149,9 @@ class AdamwRule:
         An update makes chunks leave the device. A chunk that parameters share would have to come back at once for its
         other parameters. So these are updated together, when all of them have their gradients.
         """
+        if self.session.ranks:
+            self.parts = self.session.ranks.parts = Parts(self, groups)
+            return
         self.group_of = groups_of(groups)
         chunk_size = self.session.manager.config.chunk_bytes
         for records in self.arenas.values():
@@ -165,6 +178,8 @@ class AdamwRule:
             self.speculation.forget()
         if self.neighbours:
             self.group_of = groups_of(groups)
+        if self.parts:
+            self.parts.groups = groups
 
     def landed(self, record):
         """A gradient was stored: updates the parameters that waited for nothing else."""
@@ -179,6 +194,8 @@ class AdamwRule:
 
     def backward_ends(self):
         """Updates parameters that share chunks with parameters without a gradient."""
+        if self.parts:
+            self.parts.end()
         self.update_landed(list(self.waiting))
 
     def update_landed(self, records):
@@ -205,35 +222,54 @@ class AdamwRule:
         ready = [record for record in records if self.is_ready(record, group_of)]
         if not ready:
             return
-        itemsize = ready[0].place.dtype.itemsize
         ranks = self.session.ranks
-        start = 0 if ranks else ready[0].place.offset // itemsize
+        if ranks:
+            start, end = 0, ranks.elements(arena, ready[0].place.dtype.itemsize)
+        else:
+            start, end = first_of(ready[0]), first_of(ready[-1]) + ready[-1].place.elements
+        rules, ranges = self.ranges_of(ready, group_of, start, end)
+        if flags & abi.UPDATE_COMMIT:  # which takes whole units over, the last one with its padding
+            end = self.end_of(ready[-1])
+            ranges[-1] = end, ranges[-1][1]
+        self.run(arena, ready[0], start, end - start, rules, ranges, is_whole(ranges, start), flags)
+        for record in ready:  # the library has accepted the update
+            self.count_step(record)
+
+    def submit_part(self, arena, records, group_of, start, end):
+        """Submits an update of the elements from start to end, to which these parameters belong, in part or whole."""
+        rules, ranges = self.ranges_of(records, group_of, start, end)
+        some = self.arenas[arena][0]
+        rules = rules or [self.rule(some, next(iter(group_of.values())))]  # nothing has it, but there has to be one
+        flags = abi.UPDATE_LATE | abi.UPDATE_PART
+        self.run(arena, some, start, end - start, rules, ranges, is_whole(ranges, start), flags)
+        for record in records:
+            if first_of(record) >= start:  # parts come in descending order: it was the last one with elements of it
+                self.count_step(record)
+
+    def count_step(self, record):
+        record.step = count_of(0) if record.step is None else record.step
+        record.step += 1
+
+    def ranges_of(self, records, group_of, start, end):
+        """The rules of parameters, and the ranges of elements of an update from start to end, by rule or skipped."""
         rules: dict[typing.Any, int] = {}
         ranges, at = [(start, abi.UPDATE_SKIP)] if start else [], start
-        for record in ready:
+        for record in records:
             internals.note_write(record.param)
             rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
-            first = record.place.offset // itemsize
+            first = max(first_of(record), start)
             if first - at >= ALIGNMENT:
                 ranges.append((first, abi.UPDATE_SKIP))
             elif first > at:  # padding between parameters, which stays zero
                 ranges[-1] = first, ranges[-1][1]
-            at = first + record.place.elements
+            at = min(first_of(record) + record.place.elements, end)
             if ranges and ranges[-1][1] == rule:
                 ranges[-1] = at, rule
             else:
                 ranges.append((at, rule))
-        end = ranks.elements(arena, itemsize) if ranks else at
-        if flags & abi.UPDATE_COMMIT:  # which takes whole units over, the last one with its padding
-            end = at = self.end_of(ready[-1])
-            ranges[-1] = at, ranges[-1][1]
         if end > at:
-            ranges, at = [*ranges, (end, abi.UPDATE_SKIP)], end
-        whole = all(rule != abi.UPDATE_SKIP for end, rule in ranges if end > start)
-        self.run(arena, ready[0], start, at - start, list(rules), ranges, whole, flags)
-        for record in ready:  # the library has accepted the update
-            record.step = count_of(0) if record.step is None else record.step
-            record.step += 1
+            ranges.append((end, abi.UPDATE_SKIP))
+        return list(rules), ranges
 
     def run(self, arena, record, start, count, rules, ranges, whole, flags):
         session = self.session

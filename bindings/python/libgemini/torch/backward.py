@@ -72,7 +72,11 @@ class Backward:
         for rule in self.session.rules:
             rule.forget_done()
         if self.session.ranks:
-            self.session.ranks.backward_begins()
+            try:
+                self.session.ranks.backward_begins()
+            except BaseException:
+                self.task = -1  # nothing of this pass counts
+                raise
         elif not self.landed and not any(record.has_grad for record in self.session.records):
             self.session.arenas.gradients_zero()
 
@@ -101,6 +105,8 @@ class Backward:
         if self.holds(use):  # another node of the same function
             return
         self.leave_function(1 if within and self.held and self.held[0][0] is within else 0)
+        if self.session.ranks and self.session.ranks.parts and not self.held:
+            self.session.ranks.parts.update()
         self.session.brackets.op_begin(use.backward_name)
         stream = self.session.holds.stream()
         self.session.holds.acquire_use(use, stream)

@@ -101,6 +101,13 @@ class Record:
         return self.reference and self.reference()
 
     @property
+    def reuses_bytes(self):
+        """Whether its gradient has the bytes of the parameter: an early update leaves no gradient behind, and makes the
+        parameter anew. On several ranks it may skip the parameter, if no rank has made a gradient.
+        """
+        return self.early and self.place.dtype != torch.float32 and not self.session.ranks
+
+    @property
     def trainable(self):
         """Whether there is a place for its gradient."""
         return self.grad_place is not None
@@ -268,9 +275,7 @@ class Record:
         """Creates the place of the gradient, and stores gradients that autograd makes there from now on."""
         if not self.grad_place:
             place = self.place
-            # An early update leaves no gradient behind, so that it can have the bytes of the parameter that it makes
-            # anew.
-            kind = "reused grad" if self.early and place.dtype != torch.float32 else "grad"
+            kind = "reused grad" if self.reuses_bytes else "grad"
             self.grad_place = self.session.arenas.counterpart(place, kind, place.dtype)
             self.grad_place.name = f"{self.name}.grad"
         with _plain():
@@ -294,13 +299,17 @@ class Record:
                 self.forget_given()
             if self.spent:
                 _set_grad(self.param, None)
-                raise GeminiError(
-                    f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward="
-                    "True): call optimizer.step() after each backward pass. Accumulation, and modules that reentrant "
-                    "checkpoints use several times, need prepare() without"
-                )
+                self.refuse_second()
             self.session.backward.begin()
             self.queue(fresh)
+
+    def refuse_second(self):
+        """Raises GeminiError: the backward pass has updated the parameter, and there is another one."""
+        raise GeminiError(
+            f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward=True): "
+            "call optimizer.step() after each backward pass. Accumulation, and modules that reentrant checkpoints use "
+            "several times, need prepare() without"
+        )
 
     def queue(self, fresh):
         """Queues a gradient that autograd holds to be stored, and clears autograd's slot.
@@ -875,10 +884,9 @@ class Model:
         chunk_size = self.session.manager.config.chunk_bytes
 
         def with_gradient(record):
-            own = record.place.dtype
             with _plain():
-                beside = record.param.requires_grad and not (record.early and own != torch.float32)
-            return [own.itemsize] * (2 if beside else 1)
+                beside = record.param.requires_grad and not record.reuses_bytes
+            return [record.place.dtype.itemsize] * (2 if beside else 1)
 
         def needs(record):
             place, chunks = record.place, 0

@@ -80,11 +80,8 @@ class Optimizer(torch.optim.Optimizer):
         for hooks in _HOOKS:
             setattr(self, hooks, getattr(inner, hooks))
         self.rule = rule
-        if session.ranks and (step_in_backward or session.rules):
-            raise GeminiError(
-                f"{'step_in_backward' if step_in_backward else 'a second optimizer'} is not supported on several "
-                "ranks: want one optimizer, which makes its step after the backward pass"
-            )
+        if session.ranks and session.rules:
+            raise GeminiError("a second optimizer is not supported on several ranks: want one for all parameters")
         if step_in_backward and not isinstance(self.rule, AdamwRule):
             raise GeminiError(
                 f"step_in_backward is for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer "
@@ -118,7 +115,8 @@ class Optimizer(torch.optim.Optimizer):
         session.rules.append(self.rule)
         if step_in_backward:
             self.rule.step_in_backward(self.param_groups)
-            session.rule_of.update((record, self.rule) for record in self.records if record.early)
+            if not session.ranks:
+                session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
     def find(self, groups):
         """The records of the parameters in groups."""
@@ -262,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
                     )
                 record.spent = False
             session.renew_masters()
-            if session.ranks:
+            if session.ranks and not session.ranks.parts:
                 session.ranks.check_options(self.param_groups)
             going = self.unscale()
             if going and self.rule.by_parameter:

@@ -30,6 +30,7 @@ from .memory import host_tensor
 
 if typing.TYPE_CHECKING:
     from .model import Record
+    from .parts import Parts
     from .session import Session
 
 _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
@@ -285,6 +286,7 @@ class Ranks:
         self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
         self.taken = False  # a step has used the gradients
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
+        self.parts: Parts | None = None  # with step_in_backward
         if session.cuda:
             load_nccl()
         theirs: list[typing.Any] = [None] * self.count
@@ -459,8 +461,10 @@ class Ranks:
         """A backward pass adds to the gradients of the passes since the last step, or to zeros if they were dropped.
 
         Raises:
-            GeminiError: Only some were dropped, or none after a step.
+            GeminiError: Only some were dropped, or none after a step; or see Parts.begin().
         """
+        if self.parts:
+            self.parts.begin()
         self.stored.clear()
         trained = self.trained()
         kept = [record for record in trained if record.has_grad]
@@ -513,6 +517,7 @@ class Ranks:
                 self.storing = False
             self.complete(record)
         record.has_grad, record.norm = True, None
+        record.spent = record.early
         self.stored[record] = None
         self.absent.discard(record)
 
