@@ -134,7 +134,6 @@ static bool is_unit(const gmi_walk_t *k, const gmi_piece_t *p) {
   return (p->end % k->unit == 0 || last) && !gmi_piece_has_gaps(k, p);
 }
 
-/* Then what the plan updates on the device stays there. Other states would have to come for that, and go again. */
 static bool has_states_on_device(const gmi_walk_t *k, const gmi_piece_t *p) {
   for (uint32_t i = 0; i < p->count; i++)
     if (p->modes[i] == GEMINI_READ_WRITE && gmi_chunk_arena(k->m, p->chunks[i])->kind != GEMINI_KIND_PARAM &&
@@ -283,8 +282,10 @@ void gmi_speculate(gmi_walk_t *k, uint32_t stream) {
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end) {
     uint32_t written, missing;
     gmi_piece_at(k, at, end, &p);
-    if (has_states_on_device(k, &p) && m->trace.advice->unit_on_device(m, k->arenas[0]->index, at, k->unit)) continue;
     if (!is_ready(k, &p, &written, &missing)) continue;
+    if (!m->trace.advice->unit_ahead(m, k->arenas[0]->index, at, k->unit, has_states_on_device(k, &p),
+                                     gmi_workers_pending(m)))
+      continue;
     if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
     if (gmi_host_spare(m) < written + missing) break;
     /* Memory that was never used is committed first, which takes long, but only once: no part of the operator. */

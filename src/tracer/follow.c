@@ -145,10 +145,16 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   return gmi_fail_again(&failure);
 }
 
+/* States from which new ones are being computed ahead. They would come for nothing, and only when that is done, before
+ * which no other chunk could come. */
+static bool is_speculated(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return gmi_chunk_spec(c) && gmi_chunk_arena(m, c)->kind != GEMINI_KIND_PARAM;
+}
+
 /* Fetches a chunk ahead of its use. A chunk with a deferred update piece, held by a graph's replay, or claimed by a
  * load is left to be fetched on demand: what precedes it is not queued yet. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_chunk_t *c) {
-  bool later = gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c);
+  bool later = gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c) || is_speculated(m, c);
   return later ? GEMINI_OK : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
 }
 
@@ -239,16 +245,43 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_on_device[piece];
 }
-bool gmi_tracer_unit_on_device(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
-  variant_t *v = gmi_tracer_active_variant(m->trace.tracer);
+/* From the open op to the last op of the next iteration, or of this one, that uses what the plan's pieces write. In the
+ * shortest times: where the calling thread, and with it the device, waits for updates, the others grow with these. */
+static uint64_t time_to_last_use(const gmi_tracer_t *t, const variant_t *v) {
+  const gmi_plan_bundle_t *b = &v->bundle;
+  const uint32_t ops = b->input.op_count;
+  uint32_t last = ops;
+  uint64_t left = 0;
+  for (uint32_t i = 0; i < b->input.piece_count; i++)
+    if (b->plan.piece_use[i] != UINT32_MAX && b->plan.piece_use[i] > last) last = b->plan.piece_use[i];
+  for (uint32_t op = t->op_index; op < last; op++) {
+    const gmi_trace_op_t *one = &v->trace.ops[op % ops];
+    left += one->least_ns ? one->least_ns : one->compute_ns;
+  }
+  return left;
+}
+
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
+                           uint64_t waiting) {
+  gmi_tracer_t *t = m->trace.tracer;
+  variant_t *v = gmi_tracer_active_variant(t);
   for (uint32_t u = 0; v && v->bundle.made && u < v->trace.update_count; u++) {
     const gmi_trace_update_t *update = &v->trace.updates[u];
     if (update->arenas[0] != arena || element < update->first_element ||
         element - update->first_element >= update->element_count)
       continue;
-    return gmi_tracer_piece_on_device(m, u, (uint32_t)(element / unit - update->first_element / unit));
+    const gmi_plan_t *plan = &v->bundle.plan;
+    uint32_t piece = (uint32_t)(element / unit - update->first_element / unit);
+    if (!planned_piece(m, u, &piece)) return true;
+    const uint64_t host_ns = v->bundle.input.pieces[piece].host_ns;
+    if (!plan->piece_on_device[piece]) {
+      t->ahead_ns += host_ns;
+      return true;
+    }
+    const uint64_t own = plan->update_busy_ns > t->ahead_ns ? plan->update_busy_ns - t->ahead_ns : 0;
+    return !resident && (waiting + 1) * host_ns + own <= time_to_last_use(t, v);
   }
-  return false;
+  return true;
 }
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);

@@ -150,6 +150,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
+  t->ahead_ns = 0;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -341,6 +342,7 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
     if (t->durations[i] == UINT64_MAX) continue;
     gmi_trace_op_t *op = &v->trace.ops[i];
     op->samples++;
+    if (op->samples == 1 || t->durations[i] < op->least_ns) op->least_ns = t->durations[i];
     int64_t weight = op->samples < 8 ? op->samples : 8;
     op->compute_ns =
         (uint64_t)((int64_t)op->compute_ns + ((int64_t)t->durations[i] - (int64_t)op->compute_ns) / weight);
@@ -408,6 +410,7 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   for (uint32_t i = 0; i < v->trace.op_count; i++) {
     v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
     v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
+    v->trace.ops[i].least_ns = v->trace.ops[i].samples ? t->durations[i] : 0;
   }
   *index_out = index;
 }
@@ -733,6 +736,6 @@ const gmi_advice_t gmi_tracer_advice = {
   .next_use = gmi_tracer_next_use,
   .piece_on_device = gmi_tracer_piece_on_device,
   .piece_use = gmi_tracer_piece_use,
-  .unit_on_device = gmi_tracer_unit_on_device,
+  .unit_ahead = gmi_tracer_unit_ahead,
   .gathers_follow = gathers_follow,
 };

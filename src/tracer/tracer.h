@@ -43,6 +43,7 @@ typedef struct gmi_trace_op {
                              highest of all its iterations */
   uint64_t nonmodel_least; /* of a variant that only reads: the lowest such peak */
   uint64_t compute_ns;     /* mean over the iterations seen; 0: not measured yet */
+  uint64_t least_ns;       /* the shortest of those times, which no delay of the calling thread adds to; 0: none */
   uint32_t phase;
   /* peak of heap pages under live non-model memory and of gradients of sharded arenas, together; a page is as large as
    * a chunk */
@@ -93,9 +94,13 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
 /* Returns whether the plan runs piece number piece of update number index on the device. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* Returns whether the plan runs on the device the piece that begins at element of arena, which an update of it names
- * first. unit: elements of a piece. */
-bool gmi_tracer_unit_on_device(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit);
+/* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
+ * first. unit: elements of a piece. What the plan runs on the host is, always. What it runs on the device stays there if
+ * its states are there (resident). If they would have to come, it is computed ahead if the host has the time: the jobs
+ * that wait, the plan's own pieces yet to come and this one would be done when the next forward pass ends, beside which
+ * late updates run. */
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
+                           uint64_t waiting);
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
