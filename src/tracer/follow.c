@@ -275,10 +275,10 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
     if (!planned_piece(m, u, &piece)) return true;
     const uint64_t host_ns = v->bundle.input.pieces[piece].host_ns;
     if (!plan->piece_on_device[piece]) {
-      t->ahead_ns += host_ns;
+      t->now.ahead_ns += host_ns;
       return true;
     }
-    const uint64_t own = plan->update_busy_ns > t->ahead_ns ? plan->update_busy_ns - t->ahead_ns : 0;
+    const uint64_t own = plan->update_busy_ns > t->now.ahead_ns ? plan->update_busy_ns - t->now.ahead_ns : 0;
     return !resident && (waiting + 1) * host_ns + own <= time_to_last_use(t, v);
   }
   return true;

@@ -150,11 +150,11 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
-  t->ahead_ns = 0;
+  t->now.ahead_ns = 0;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
-  t->label = label;
+  t->now.label = label;
   t->peak.slack = (uint64_t)gmi_frames_of(m, gmi_frame_bytes(m)) * gmi_frame_bytes(m) / SLACK_SHARE;
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) t->agrees[i] = has_label(&t->variants[i], label);
   t->active = expected_variant(t, label);
@@ -327,7 +327,7 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
     for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
-  v->label = t->label;
+  v->label = t->now.label;
   v->any_label = false;
   for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
     gmi_trace_op_t *op = &v->trace.ops[i];
@@ -403,7 +403,7 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   variant_clear(v);
   v->used = true;
   v->trace = t->record;
-  v->label = t->label;
+  v->label = t->now.label;
   v->reads_only = only_reads(m, &v->trace);
   t->record = (gmi_trace_t){ .names = t->names };
   /* the trace has the ops of the record, to which resolved and durations belong */

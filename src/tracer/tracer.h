@@ -95,8 +95,8 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
 /* Returns whether the plan runs piece number piece of update number index on the device. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
- * first. unit: elements of a piece. What the plan runs on the host is, always. What it runs on the device stays there if
- * its states are there (resident). If they would have to come, it is computed ahead if the host has the time: the jobs
+ * first. unit: elements of a piece. What the plan runs on the host is, always. What it runs on the device is not if its
+ * states are there (resident). If they would have to come, it is computed ahead if the host has the time: the jobs
  * that wait, the plan's own pieces yet to come and this one would be done when the next forward pass ends, beside which
  * late updates run. */
 bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,

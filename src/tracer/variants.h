@@ -76,8 +76,10 @@ typedef struct gmi_tracer {
   bool departed;             /* this iteration departed from a variant; counted once per iteration */
   uint64_t iteration;        /* iterations begun so far; the number of this one */
   uint64_t begun_ns;
-  uint64_t label;    /* of this iteration */
-  uint64_t ahead_ns; /* duration of the plan's host pieces that were computed ahead in this iteration */
+  struct { /* of this iteration */
+    uint64_t label;
+    uint64_t ahead_ns; /* duration of the plan's host pieces that were computed ahead */
+  } now;
 
   gmi_trace_t record;  /* the trace of this iteration */
   timing_t *timings;   /* [timing_capacity] by op */
