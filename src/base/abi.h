@@ -1,8 +1,8 @@
 /* Sizes of the public structs in version 1. SPDX-License-Identifier: Apache-2.0
  *
  * Callers of version 1 hand over structs of these sizes for as long as the major version stays: once 0.1 is released,
- * a constant never changes, whatever is appended to its struct. A struct that is new gets its constant here with its
- * first release. */
+ * a constant never changes, whatever is appended to its struct. A struct that is new gets its constant here with the
+ * call that reads it. */
 #ifndef GMI_ABI_H
 #define GMI_ABI_H
 
