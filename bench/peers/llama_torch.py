@@ -84,6 +84,12 @@ arguments.add_argument(
     action="store_true",
     help="gemini: what blocks keep for the backward pass may leave the GPU",
 )
+arguments.add_argument(
+    "--loss-pieces",
+    type=int,
+    default=1,
+    help="pieces of a text whose logits are computed one after another, and again in the backward pass",
+)
 arguments.add_argument("--units", default="auto", help="of gemini: whether a block's parameters are acquired together")
 arguments.add_argument("--step-at-end", action="store_true", help="gemini: no updates within the backward pass")
 arguments.add_argument("--no-speculation", action="store_true", help="gemini: nor ahead of the step")
@@ -198,8 +204,18 @@ def build(torch, dtype):
             cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
             for block in self.blocks:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
-            logits = self.head(self.norm(x))[:, :-1]
-            return F.cross_entropy(logits.reshape(-1, options.vocabulary).float(), ids[:, 1:].reshape(-1))
+            x = self.norm(x)
+            if options.loss_pieces == 1:
+                logits = self.head(x)[:, :-1]
+                return F.cross_entropy(logits.reshape(-1, options.vocabulary).float(), ids[:, 1:].reshape(-1))
+            targets = ids[:, 1:]
+            pieces = zip(x[:, :-1].chunk(options.loss_pieces, 1), targets.chunk(options.loss_pieces, 1))
+            losses = [checkpoint(self.sum_losses, *piece, use_reentrant=False) for piece in pieces]
+            return sum(losses) / targets.numel()
+
+        def sum_losses(self, x, targets):
+            logits = self.head(x)
+            return F.cross_entropy(logits.reshape(-1, options.vocabulary).float(), targets.reshape(-1), reduction="sum")
 
     return Llama()
 
