@@ -89,6 +89,10 @@ gemini_status_t gmi_min_make(const gmi_model_t *model, uint32_t reduce, gmi_hits
 /* The rule of CPU and STATIC: every chunk leaves after each stage that uses it, unless the next stage uses it as well.
  * Chunks marked in sticky ([chunk_count] or NULL) leave for host pieces only. */
 gemini_status_t gmi_visit_make(const gmi_model_t *model, const uint8_t *sticky, gmi_hits_t *hits_out);
+/* For iterations that use each chunk about once and update nothing: the same share of each stage's chunks comes and
+ * goes, by the rule of gmi_visit_make(), and all others stay for good. ring: frames for chunks that come and go in the
+ * stage with the least room. *fits_out: it is possible so; if not, hits_out has only the visits. */
+gemini_status_t gmi_spread_make(const gmi_model_t *model, uint32_t ring, gmi_hits_t *hits_out, bool *fits_out);
 void gmi_hits_free(gmi_hits_t *hits);
 
 /* Fills plan except next_use, piece_use, optimum_count and the times. plan must be zeroed. On failure, too, the

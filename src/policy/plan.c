@@ -5,9 +5,9 @@
  *
  * A candidate is a pair (device_count, reduce): the first device_count pieces of an order of preference run on the
  * device, and MIN works with reduce frames less than available. Holding frames back costs fetches, but leaves frames
- * for fetches that start earlier. Each candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and
- * the one with the shortest predicted iteration wins. Only one plan exists at a time; the best one is made again at
- * the end. */
+ * for fetches that start earlier. Without pieces, what stays on the device is also spread evenly (spread.c). Each
+ * candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and the one with the shortest predicted
+ * iteration wins. Only one plan exists at a time; the best one is made again at the end. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,12 +18,14 @@
  * plan. */
 #define WORK_LIMIT UINT64_C(40000000)
 #define SIMULATE_VISITS 5 /* cost of a candidate's schedule and simulation, in visits per access and move */
+#define SPREAD_PASSES 32  /* cost of gmi_spread_make(), in visits per access and stage */
 #define MAX_CANDIDATES 64
 #define TIME_LIMIT_NS (UINT64_C(1) << 59)
 
 typedef struct candidate {
   uint32_t device_count; /* number of pieces that run on the device: the first ones of planner_t.order */
   uint32_t reduce;       /* frames that MIN does not use, so that fetches can start earlier */
+  uint32_t ring;         /* not 0: gmi_spread_make() with such a ring takes the place of MIN */
   uint64_t predicted_ns, fetch_count;
 } candidate_t;
 
@@ -263,12 +265,17 @@ static bool is_better(const candidate_t *a, const candidate_t *b) {
   if (a->predicted_ns != b->predicted_ns) return a->predicted_ns < b->predicted_ns;
   if (a->device_count != b->device_count) return a->device_count < b->device_count;
   if (a->fetch_count != b->fetch_count) return a->fetch_count < b->fetch_count;
-  return a->reduce < b->reduce;
+  if (a->reduce != b->reduce) return a->reduce < b->reduce;
+  return a->ring < b->ring;
 }
 
-/* Plans and simulates one candidate, and updates best. If reduce makes it fetch more than 1.05 times the lower
- * bound, the candidate is dropped and *kept_out is false: traffic beyond that is not worth an earlier start of
- * fetches. */
+/* Traffic beyond 1.05 times the lower bound is not worth an earlier start of fetches. */
+static bool fetches_too_much(const planner_t *p, const gmi_hits_t *hits) {
+  return hits->fetch_count * 20 > p->optimum.bound_count * 21;
+}
+
+/* Plans and simulates one candidate, and updates best. If reduce makes it fetch too much, the candidate is dropped and
+ * *kept_out is false. */
 static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, bool *kept_out) {
   *kept_out = false;
   gemini_status_t status = use_model(p, device_count);
@@ -278,7 +285,7 @@ static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32
     status = gmi_min_make(&p->model, reduce, &hits);
     spend(p, hits.visits);
     if (status != GEMINI_OK) return status;
-    if (hits.fetch_count * 20 > p->optimum.bound_count * 21) {
+    if (fetches_too_much(p, &hits)) {
       gmi_hits_free(&hits);
       return GEMINI_OK;
     }
@@ -287,10 +294,29 @@ static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32
   status = make_moves(p, &p->model, reduce > 0 ? &hits : &p->optimum);
   gmi_hits_free(&hits);
   if (status != GEMINI_OK) return status;
-  p->at = (candidate_t){ device_count, reduce, p->plan.predicted_ns, p->plan.fetch_count };
+  p->at = (candidate_t){ device_count, reduce, 0, p->plan.predicted_ns, p->plan.fetch_count };
   if (is_better(&p->at, &p->best)) p->best = p->at;
   *kept_out = true;
   return GEMINI_OK;
+}
+
+/* As try_candidate(), with what stays on the device spread evenly. */
+typedef enum { SPREAD_TRIED, SPREAD_IMPOSSIBLE, SPREAD_FETCHES_TOO_MUCH } spread_t;
+static gemini_status_t try_spread(planner_t *p, uint32_t ring, spread_t *outcome) {
+  gmi_hits_t hits = { 0 };
+  bool fits = false;
+  gemini_status_t status = use_model(p, 0);
+  if (status == GEMINI_OK) status = gmi_spread_make(&p->model, ring, &hits, &fits);
+  spend(p, hits.visits);
+  *outcome = !fits ? SPREAD_IMPOSSIBLE : fetches_too_much(p, &hits) ? SPREAD_FETCHES_TOO_MUCH : SPREAD_TRIED;
+  if (status == GEMINI_OK && *outcome == SPREAD_TRIED) {
+    p->candidates++;
+    status = make_moves(p, &p->model, &hits);
+    p->at = (candidate_t){ 0, 0, ring, p->plan.predicted_ns, p->plan.fetch_count };
+    if (status == GEMINI_OK && is_better(&p->at, &p->best)) p->best = p->at;
+  }
+  gmi_hits_free(&hits);
+  return status;
 }
 
 /* Returns whether another candidate may be tried with reserve visits left afterwards. */
@@ -312,6 +338,23 @@ static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint6
     if (!kept || p->plan.fetch_count == 0 || reduce >= UINT32_C(1) << 30) break;
     worse = p->plan.predicted_ns < least_ns ? 0 : worse + 1;
     if (p->plan.predicted_ns < least_ns) least_ns = p->plan.predicted_ns;
+  }
+  return GEMINI_OK;
+}
+
+/* Tries to spread what stays evenly, with rings of more and more frames. With more frames, fetches start earlier, and
+ * there are more of them; ends after three rings with which these are too many, or the link alone takes longer than the
+ * best candidate. */
+static gemini_status_t try_spreads(planner_t *p) {
+  uint32_t slow = 0;
+  for (uint32_t ring = 1; ring < p->input->frame_count && slow < 3; ring += 1 + ring / 6) {
+    spread_t outcome;
+    if (!may_go_on(p, SPREAD_PASSES * model_visits(&p->model))) break;
+    gemini_status_t status = try_spread(p, ring, &outcome);
+    if (status != GEMINI_OK) return status;
+    const bool is_slow =
+        outcome == SPREAD_FETCHES_TOO_MUCH || (outcome == SPREAD_TRIED && p->plan.fetch_busy_ns > p->best.predicted_ns);
+    if (outcome != SPREAD_IMPOSSIBLE) slow = is_slow ? slow + 1 : 0;
   }
   return GEMINI_OK;
 }
@@ -413,7 +456,7 @@ static gemini_status_t plan_visit(planner_t *p, uint32_t device_count, const uin
   if (held != p->held) status = gmi_model_make(&p->facts, p->on_device, held, &model);
   if (status == GEMINI_OK) status = gmi_visit_make(held != p->held ? &model : &p->model, sticky, &hits);
   if (status == GEMINI_OK) status = make_moves(p, held != p->held ? &model : &p->model, &hits);
-  p->at = (candidate_t){ device_count, 0, p->plan.predicted_ns, p->plan.fetch_count };
+  p->at = (candidate_t){ device_count, 0, 0, p->plan.predicted_ns, p->plan.fetch_count };
   p->best = p->at;
   gmi_hits_free(&hits);
   gmi_model_free(&model);
@@ -548,11 +591,16 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
     find_order(&p);
     if (input->placement == GEMINI_PLACEMENT_CUDA) status = try_reductions(&p, count_that_fits(&p), 0);
     else status = plan_auto(&p);
+    if (status == GEMINI_OK && input->piece_count == 0 && p.best.predicted_ns > p.plan.compute_ns)
+      status = try_spreads(&p);
   }
-  if (status == GEMINI_OK && (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce)) {
+  if (status == GEMINI_OK &&
+      (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce || p.at.ring != p.best.ring)) {
     /* The last candidate is not the best: make the best again. Keeping one plan at a time bounds memory. */
     bool kept;
-    status = try_candidate(&p, p.best.device_count, p.best.reduce, &kept);
+    spread_t outcome;
+    status = p.best.ring > 0 ? try_spread(&p, p.best.ring, &outcome)
+                             : try_candidate(&p, p.best.device_count, p.best.reduce, &kept);
   }
   if (status == GEMINI_OK) status = find_next_use(&p);
   p.plan.piece_use = p.facts.piece_use;

@@ -1030,6 +1030,91 @@ static void test_simulate_nothing_is_issued_before_the_iteration_begins(void) {
   gmi_plan_free(&plan);
 }
 
+/* ---- passes that only read ---- */
+
+/* A forward pass of repeated blocks and a large last op, whose times do not follow their sizes. */
+enum { PASS_BLOCKS = 32, PASS_BLOCK_OPS = 4, PASS_OPS = PASS_BLOCKS * PASS_BLOCK_OPS + 1, PASS_CHUNKS = 1024 + 20 };
+typedef struct pass {
+  gmi_plan_input_t input;
+  gmi_plan_op_t ops[PASS_OPS + 1];
+  gmi_plan_access_t accesses[PASS_CHUNKS + PASS_BLOCKS];
+  gmi_plan_piece_t none;
+  uint8_t kind[PASS_CHUNKS];
+} pass_t;
+
+static void pass_begin(pass_t *pass, uint32_t frames) {
+  static const uint32_t sizes[PASS_BLOCK_OPS] = { 4, 4, 12, 12 };
+  uint32_t accesses = 0, chunk = 0;
+  memset(pass, 0, sizeof *pass);
+  for (uint32_t op = 0; op < PASS_OPS; op++) {
+    pass->ops[op] = (gmi_plan_op_t){ .compute_ns = op % 3 ? 90 : 150, .heap_frames = 3, .access_first = accesses };
+    const uint32_t own = op == PASS_OPS - 1 ? PASS_CHUNKS - chunk : sizes[op % PASS_BLOCK_OPS];
+    for (uint32_t c = 0; c < own; c++) pass->accesses[accesses++] = (gmi_plan_access_t){ chunk++, GMI_ACCESS_READ };
+    /* what the block's first op and its last one share, as small tensors side by side do */
+    if (op % PASS_BLOCK_OPS == 3) {
+      const gmi_plan_access_t shared = { chunk - 32, GMI_ACCESS_READ };
+      memmove(&pass->accesses[accesses - own + 1], &pass->accesses[accesses - own], own * sizeof shared);
+      pass->accesses[accesses++ - own] = shared;
+    }
+  }
+  pass->ops[PASS_OPS].access_first = accesses;
+  pass->input = (gmi_plan_input_t){ .op_count = PASS_OPS,
+                                    .chunk_count = PASS_CHUNKS,
+                                    .frame_count = frames,
+                                    .ops = pass->ops,
+                                    .accesses = pass->accesses,
+                                    .pieces = &pass->none,
+                                    .chunk_kind = pass->kind,
+                                    .chunk_bytes = 100,
+                                    .frame_bytes = 100,
+                                    .link_bytes = 100,
+                                    .file_bytes = 100,
+                                    .fetch_ns = 100,
+                                    .evict_ns = 100 };
+}
+
+/* Carries the plan out: each op finds its chunks, and they never take more frames than there are. */
+static void pass_replay(const pass_t *pass, const gmi_plan_t *plan) {
+  static uint8_t there[PASS_CHUNKS];
+  uint32_t count = 0;
+  for (uint32_t c = 0; c < PASS_CHUNKS; c++) count += there[c] = plan->resident_at_start[c];
+  for (uint32_t op = 0; op < PASS_OPS; op++) {
+    for (uint32_t f = plan->fetch_first[op]; f < plan->fetch_first[op + 1]; f++) {
+      CHECK(!there[plan->fetches[f].chunk]);
+      there[plan->fetches[f].chunk] = 1;
+      count++;
+    }
+    CHECK(count + pass->ops[op].heap_frames <= pass->input.frame_count);
+    for (uint32_t x = pass->ops[op].access_first; x < pass->ops[op + 1].access_first; x++)
+      CHECK(there[pass->accesses[x].chunk]);
+    for (uint32_t e = plan->evict_first[op]; e < plan->evict_first[op + 1]; e++) {
+      CHECK(there[plan->evicts[e].chunk]);
+      there[plan->evicts[e].chunk] = 0;
+      count--;
+    }
+  }
+  for (uint32_t c = 0; c < PASS_CHUNKS; c++) CHECK_EQ(there[c], plan->resident_at_start[c]);
+}
+
+/* Where the link takes longer than the ops, it works all the time: the pass takes what the fewest possible fetches take,
+ * and no more beside that than the time in which the link could have no free frame. */
+static void test_plan_forward_pass_keeps_the_link_busy(void) {
+  static pass_t pass;
+  for (uint32_t frames = PASS_CHUNKS / 10; frames < PASS_CHUNKS; frames += PASS_CHUNKS / 10) {
+    gmi_plan_t plan;
+    gmi_plan_failure_t failure;
+    pass_begin(&pass, frames);
+    CHECK_EQ(gmi_plan_make(&pass.input, &plan, &failure), GEMINI_OK);
+    pass_replay(&pass, &plan);
+    const uint64_t link_ns = plan.optimum_count * pass.input.fetch_ns;
+    const uint64_t least_ns = link_ns > plan.compute_ns ? link_ns : plan.compute_ns;
+    CHECK(plan.predicted_ns >= least_ns);
+    CHECK(plan.predicted_ns - least_ns <= least_ns / 40);
+    CHECK(plan.fetch_count * 20 <= plan.optimum_count * 21);
+    gmi_plan_free(&plan);
+  }
+}
+
 static void test_simulate_foreign_plan_is_refused(void) {
   static instance_t i;
   gmi_plan_t plan;
@@ -1474,6 +1559,7 @@ int main(int argc, char **argv) {
   RUN(test_simulate_heap_growth_waits_for_write_back);
   RUN(test_simulate_fresh_chunk_waits_for_its_frame);
   RUN(test_simulate_nothing_is_issued_before_the_iteration_begins);
+  RUN(test_plan_forward_pass_keeps_the_link_busy);
   RUN(test_simulate_foreign_plan_is_refused);
   RUN(test_plan_same_input_same_plan);
   RUN(test_simulate_files_bound_is_the_sum_of_reads_and_writes);
