@@ -72,14 +72,32 @@ void gmi_tracer_forget(gmi_manager_t *m) {
 }
 
 /* ---- brackets */
-/* Learns the time that the last iteration spent outside its ops, given its duration from begin to begin: a running
- * mean over at most 8 samples. */
-static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
+/* Updates the variant's op times with those of the last iteration that have not been learned yet: a running mean over at
+ * most 8 samples. The times of warm-up, which include first touches and other waits, are dropped with the first planned
+ * iteration. */
+static void learn_times(gmi_tracer_t *t, variant_t *v) {
+  for (; t->now.learned < t->resolved && t->now.learned < v->trace.op_count; t->now.learned++) {
+    const uint64_t duration = t->durations[t->now.learned];
+    gmi_trace_op_t *op = &v->trace.ops[t->now.learned];
+    if (duration == UINT64_MAX) continue;
+    if (t->now.first_planned) op->samples = 0;
+    op->samples++;
+    if (op->samples == 1 || duration < op->least_ns) op->least_ns = duration;
+    int64_t weight = op->samples < 8 ? op->samples : 8;
+    op->compute_ns = (uint64_t)((int64_t)op->compute_ns + ((int64_t)duration - (int64_t)op->compute_ns) / weight);
+  }
+}
+
+/* Learns what the last iteration's end was too early for, given its duration from begin to begin: the times of ops that
+ * the device had not ended then, as the caller's thread was ahead of it; and the time outside the ops, a running mean
+ * over at most 8 samples. */
+static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
   gmi_tracer_resolve(m, false);
-  if (!v || v->last_used != t->iteration || !t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns)
-    return;
+  if (!v || v->last_used != t->iteration) return;
+  if (t->record.op_count == v->trace.op_count) learn_times(t, v);
+  if (!t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns) return;
   uint64_t seen = v->planned_runs ? v->planned_runs : v->runs;
   int64_t weight = seen < 8 ? (int64_t)seen : 8;
   int64_t error = (int64_t)(step_ns - t->in_ops_ns) - (int64_t)v->trace.outside_ns;
@@ -142,7 +160,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   uint64_t now = m->device.ops->now(m->device.self);
   if (t->begun_ns) {
     m->stats.measured_step_ns = now - t->begun_ns;
-    learn_outside(m, now - t->begun_ns);
+    learn_late(m, now - t->begun_ns);
   }
   t->begun_ns = now;
   m->bracket.iteration_open = true;
@@ -151,6 +169,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
   t->now.ahead_ns = 0;
+  t->now.learned = 0;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -321,12 +340,10 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples; and its frames:
- * the peaks, and what the gathers of this iteration's kind take. The times of warm-up, which include first touches and
- * other waits, are dropped when the first planned iteration ends. The label is this iteration's. */
-static void learn_times(gmi_tracer_t *t, variant_t *v) {
-  if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
-    for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
+/* Updates the variant's frames with those of this iteration: the peaks, and what the gathers of its kind take; and the
+ * times of its ops, as far as they are known. The label is this iteration's. */
+static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
+  t->now.first_planned = v->bundle.made && !v->planned_runs;
   v->label = t->now.label;
   v->any_label = false;
   for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
@@ -338,15 +355,7 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
     if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
-  for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
-    if (t->durations[i] == UINT64_MAX) continue;
-    gmi_trace_op_t *op = &v->trace.ops[i];
-    op->samples++;
-    if (op->samples == 1 || t->durations[i] < op->least_ns) op->least_ns = t->durations[i];
-    int64_t weight = op->samples < 8 ? op->samples : 8;
-    op->compute_ns =
-        (uint64_t)((int64_t)op->compute_ns + ((int64_t)t->durations[i] - (int64_t)op->compute_ns) / weight);
-  }
+  learn_times(t, v);
 }
 
 /* Returns an unused variant, or forgets the one used least recently. */
@@ -486,10 +495,10 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     }
     if (index == GMI_NONE && (t->record_lost || !t->record.op_count)) return GEMINI_OK;
     if (index == GMI_NONE) add_variant(m, &index);
-    else learn_times(t, &t->variants[index]);
+    else learn_iteration(t, &t->variants[index]);
     v = &t->variants[index];
   } else {
-    learn_times(t, v);
+    learn_iteration(t, v);
     if (v->bundle.made && !t->departed) {
       m->stats.planned_iterations++;
       v->planned_runs++;

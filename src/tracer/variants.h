@@ -78,7 +78,9 @@ typedef struct gmi_tracer {
   uint64_t begun_ns;
   struct { /* of this iteration */
     uint64_t label;
-    uint64_t ahead_ns; /* duration of the plan's host pieces that were computed ahead */
+    uint64_t ahead_ns;  /* duration of the plan's host pieces that were computed ahead */
+    uint32_t learned;   /* ops whose times its variant has learned */
+    bool first_planned; /* it is the first one under its variant's plan */
   } now;
 
   gmi_trace_t record;  /* the trace of this iteration */

@@ -130,6 +130,8 @@ static figures_t stats_of(const net_t *n) {
   return s;
 }
 
+static void pause_us(void *user) { usleep(*(unsigned *)user); }
+
 static void temporary(char *path, size_t size) {
   const char *folder = getenv("TMPDIR");
   snprintf(path, size, "%s/gemini-test.XXXXXX", folder ? folder : "/tmp");
@@ -386,6 +388,35 @@ static void test_labels_tell_iterations_apart(void) {
 static void log_departures(void *user, int32_t level, const char *message) {
   if (level == GEMINI_LOG_INFO && strstr(message, "departs")) snprintf(user, 240, "%s", message);
 }
+/* A pass whose operators the device does later than the calling thread queues them, which waits between passes. */
+static void late_pass(net_t *n, unsigned op_us) {
+  OK(gemini_iteration_begin(n->mgr));
+  for (int i = 0; i < LAYERS; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "late.%d", i);
+    OK(gemini_op_begin(n->mgr, name, n->stream));
+    gemini_access_t a = ACCESS(n->weight[i], 0, 0, GEMINI_READ, 0);
+    OK(gemini_acquire(n->mgr, &a, 1, n->stream));
+    OK(gemini_stream_call(n->mgr, n->stream, pause_us, &op_us));
+    OK(gemini_release(n->mgr, &a, 1, n->stream));
+    OK(gemini_op_end(n->mgr));
+  }
+  OK(gemini_iteration_end(n->mgr));
+  OK(gemini_stream_synchronize(n->mgr, n->stream));
+}
+
+/* The first pass is slow, as on demand. What the device does after the end of a pass is learned, too. */
+static void test_times_known_late_are_learned(void) {
+  gemini_config_t c = config_of(2 * LAYERS + 2);
+  net_t n = net_open(&c);
+  late_pass(&n, 40000);
+  for (int i = 0; i < 8; i++) late_pass(&n, 1000);
+  const uint64_t predicted = stats_of(&n).predicted_step_ns;
+  CHECK(predicted >= LAYERS * UINT64_C(1000000));
+  CHECK(predicted < LAYERS * UINT64_C(16000000));
+  net_close(&n);
+}
+
 static void test_departures_are_explained_in_the_log(void) {
   static const struct {
     step_t step;
@@ -905,6 +936,7 @@ int main(int argc, char **argv) {
   RUN(test_departure_skipped_layer_is_right_again);
   RUN(test_departure_unused_tensor_is_right_again);
   RUN(test_departures_that_recur_are_expected);
+  RUN(test_times_known_late_are_learned);
   RUN(test_departures_are_explained_in_the_log);
   RUN(test_a_cache_that_grows_is_no_departure);
   RUN(test_passes_that_allocate_much_more_are_planned_apart);
