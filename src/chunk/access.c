@@ -679,6 +679,8 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
 static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                       uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
+  if (access->tier == GEMINI_TIER_HOST && stream != GMI_CALLER && r->first <= r->last)
+    status = gmi_slots_use(m, &r->store->chunks[r->first], r->last - r->first + 1, stream);
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
     gemini_status_t used = GEMINI_OK;

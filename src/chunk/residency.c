@@ -368,6 +368,17 @@ gemini_status_t gmi_chunk_wait_slot(gmi_manager_t *m, uint32_t stream, const gmi
   return status;
 }
 
+/* The mark is placed now, as workers wait for a slot's fence without the lock. */
+gemini_status_t gmi_slots_use(gmi_manager_t *m, const gmi_chunk_t *chunks, uint32_t count, uint32_t stream) {
+  gmi_fence_t fence;
+  gemini_status_t status = gmi_fence_now_untimed(m, stream, &fence);
+  for (uint32_t i = 0; !status && i < count; i++) {
+    gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(&chunks[i])];
+    slot->fence = gmi_fence_join(m, slot->fence, fence);
+  }
+  return status;
+}
+
 /* Queues the copy in three steps: the link's stream waits for the slot's users, then copies, then places the mark that
  * becomes the slot's fence. The caller has made the stream wait for the frame's users. */
 static gemini_status_t queue_copy(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *link, uint32_t reason,

@@ -641,6 +641,42 @@ static void test_neighbours_on_the_host_can_be_written_together(void) {
   world_close(&w);
 }
 
+/* Work that a stream was told to do with host memory, as a kernel does that reads page-locked memory, is waited for by
+ * whoever gets the memory next: a writer on the host, a copy from the device, another chunk, and another stream's work. */
+static void test_work_on_host_memory_is_waited_for(void) {
+  world_t w = world_of(world_config(4, 4, 8), 6, 2 * CHUNK);
+  gemini_stream_t other;
+  OK(gemini_stream_create(w.mgr, &other));
+  put(&w, w.t[0], HOST, 1);
+  for (uint64_t how = 0; how < 4; how++) {
+    gemini_access_t a = world_whole(w.t[0], GEMINI_READ, HOST);
+    OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+    work_t works[2] = { { .at = a.ptr, .size = 2 * CHUNK, .seed = how + 1, .delay_ms = 30 } };
+    works[1] = works[0];
+    OK(gemini_stream_call(w.mgr, w.stream, work_check, &works[0]));
+    OK(gemini_release(w.mgr, &a, 1, w.stream));
+    if (how == 3) { /* the stream that is done first is released last */
+      gemini_access_t b = world_whole(w.t[0], GEMINI_READ, HOST);
+      works[1].delay_ms = 0;
+      OK(gemini_acquire(w.mgr, &b, 1, other));
+      OK(gemini_stream_call(w.mgr, other, work_check, &works[1]));
+      OK(gemini_release(w.mgr, &b, 1, other));
+    }
+    if (how == 1 || how == 2)
+      put(&w, w.t[0], DEVICE, how + 2); /* the slots are free, or hold what is no longer valid */
+    if (how == 1) OK(move(&w, w.t[0], HOST));
+    if (how == 2)
+      for (int i = 1; i < 4; i++) put(&w, w.t[i], HOST, 50);
+    if (how == 0 || how == 3) put(&w, w.t[0], HOST, how + 2);
+    OK(gemini_stream_synchronize(w.mgr, w.stream));
+    OK(gemini_stream_synchronize(w.mgr, other));
+    CHECK(works[0].right && (how < 3 || works[1].right));
+    expect(&w, w.t[0], HOST, how + 2);
+  }
+  OK(gemini_stream_destroy(w.mgr, other));
+  world_close(&w);
+}
+
 static void test_tensor_larger_than_the_device_is_used_by_ranges(void) {
   world_t w = world_of(world_config(3, 4, 16), 1, 11 * CHUNK + 5000);
   uint64_t size = 11 * CHUNK + 5000, step = 100000; /* no multiple of anything */
@@ -1472,6 +1508,7 @@ int main(void) {
   RUN(test_clean_chunk_is_evicted_where_dirty_ones_cannot_be);
   RUN(test_redundant_file_copies_give_way);
   RUN(test_neighbours_on_the_host_can_be_written_together);
+  RUN(test_work_on_host_memory_is_waited_for);
   RUN(test_hint_to_files_brings_there);
   RUN(test_move_of_many_does_not_evict_its_own);
   RUN(test_zero_whole_chunks_cost_nothing);
