@@ -149,6 +149,89 @@ def test_a_cache_on_the_device_grows_without_departures(session):
     assert gm.stats()["plans"] < 40
 
 
+# ---- what a token fetches
+WIDE = {"vocab_size": 4096, "layers": 6}  # a table of 2 MiB of 5.6 MiB
+
+
+def table_of(model):
+    return model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("share", [0.75, 0.45])
+def test_a_token_fetches_what_has_no_room(session, share):
+    """From the third token on, what does not fit of all that a token reads, which is one row of the table; and beside
+    that at most a twentieth, and the chunks that operators share or in which others take turns."""
+    model = llama(**WIDE)
+    read = weights(model) - table_of(model).nbytes
+    want, largest = generate(model, prompt(1, 8)), model.lm_head.weight.nbytes
+    budget = max(int(read * share), largest + 8 * CHUNK) // CHUNK * CHUNK
+    session(budget)
+    model = gm.infer(llama(**WIDE))
+    for _ in range(2):
+        with departures(model) as seen:
+            fetched = []
+            hook = model.register_forward_hook(lambda *_, all=fetched: all.append(moved("host to device")))
+            assert torch.equal(generate(model, prompt(1, 8)), want)
+            hook.remove()
+        assert seen[-1] == seen[1]
+    token = (fetched[-1] - fetched[2]) / (len(fetched) - 3)
+    assert read - budget <= token <= 1.05 * (read - budget) + 4 * CHUNK
+    assert moved("device to host") == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}])
+def test_rows_of_the_table_are_read_on_the_host(session, more):
+    """The table stays where it is for a prompt that needs few of its rows, and comes for one that needs many. New
+    values of it are seen."""
+    few, many, more = prompt(1, 8), prompt(128, 17), {**WIDE, "layers": 1, **more}
+
+    @torch.no_grad()
+    def texts(model):
+        return [model(input_ids=ids, use_cache=False, logits_to_keep=1).logits for ids in (few, many) for _ in range(3)]
+
+    other = llama(1, **more)
+    want = texts(llama(**more)) + texts(other)
+    names = []
+    session(table_of(other).nbytes + 8 * CHUNK)
+    model = gm.infer(llama(**more))
+    started = gm.session().brackets.op_begin
+    gm.session().brackets.op_begin = lambda name: (names.append(name), started(name))
+    got = texts(model)
+    model.load_state_dict(other.state_dict())
+    # Products of many rows depend on the alignment of memory, in their last bits.
+    torch.testing.assert_close(got + texts(model), want, rtol=1e-5, atol=1e-5)
+    served = [kind for _, kind in (name.split(b":") for name in names) if kind in (b"rows", b"embedding")]
+    assert served == 2 * ([b"rows"] * 3 + [b"embedding"] * 3)
+
+
+def test_rows_are_not_read_on_the_host_where_that_cannot_be(session, tmp_path, monkeypatch):
+    """Where all fits on the device, where the host has no room for the table, and where the embedding changes it."""
+
+    def made():
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(4096, 128, max_norm=1.0)
+        return torch.nn.Sequential(table, torch.nn.Linear(128, 4096), torch.nn.Linear(4096, 128)).eval()
+
+    ids = prompt(1, 8)
+    with torch.no_grad():
+        want = made()(ids)
+    session("5MiB")
+    same_bits(gm.infer(made())(ids).clone(), want)
+    gm.close()
+    want, whole = generate(llama(**WIDE), ids), weights(llama(**WIDE))
+    session(2 * whole)
+    assert torch.equal(generate(gm.infer(llama(**WIDE)), ids), want)
+    gm.close()
+    llama(**WIDE).save_pretrained(tmp_path)
+    for share in (gm.rows.HOST_SHARE, 0):  # 0: the host refuses
+        monkeypatch.setattr(gm.rows, "HOST_SHARE", share)
+        session(3 << 20, host_memory=1 << 20)
+        model = gm.infer(tmp_path)
+        assert torch.equal(generate(model, ids), want)
+        assert table_of(model)._gm_place.has_rows == (share > 0)
+        gm.close()
+
+
 def test_models_take_turns(session):
     """Two models in one session, texts of both by turns, one that drafts for the other, and an encoder with a
     decoder."""

@@ -64,6 +64,7 @@ class Place:
         object: The handle that the library knows the range by: a registered tensor, or the arena.
         base: Where the range begins in object, in bytes.
         stride: The strides in elements. They are dense: there are no gaps.
+        has_rows: Whether it is a table of which an embedding may read rows on the host; see rows.py.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class Place:
         "owner",
         "follows",
         "storages",
+        "has_rows",
     )
     numbers = itertools.count()
 
@@ -107,6 +109,7 @@ class Place:
         self.follows: Place | None = None
         # Storages that may still have tensors when the place is deleted.
         self.storages: list[StorageWeakRef] = []
+        self.has_rows = False
         self.arena = arena
         self.offset = offset
         # Whether functions of the user have written it since it last matched its fp32 copy: False, True or UNSURE.

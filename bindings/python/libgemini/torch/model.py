@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals, patches
+from . import internals, patches, rows
 from .arenas import DTYPES, Place, in_backward
 from .blocks import Blocks
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
@@ -809,6 +809,7 @@ class Model:
         self.wrap_call()
         self.wrap_forward()
         if weights_only:
+            rows.mark(module)
             weights_only_models.add(self)
 
     def take(self):

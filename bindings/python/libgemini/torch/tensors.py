@@ -25,7 +25,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals, patches
+from . import internals, patches, rows
 from .internals import plain as _plain
 from .layout import is_dense
 
@@ -787,6 +787,15 @@ def _requires_grad(func, args, kwargs):
     return out
 
 
+def _embedding(func, args, kwargs):
+    """Serves nn.functional.embedding(), of which a model for inference may have the table on the host."""
+    if len(args) > 1 and rows.serves(args[0], args[1], args[3] if len(args) > 3 else kwargs.get("max_norm")):
+        out = rows.embedding(func, *args, **kwargs)
+        if out is not None:
+            return out
+    return _run(func, args, kwargs)
+
+
 def _grad_get(func, args, kwargs):
     record = args[0]._gm_record
     return func(*args, **kwargs) if record is None else record.gradient()
@@ -968,6 +977,7 @@ _SPECIAL = {
     internals.foreach_norm: _foreach_norm,
     internals.unscale: _unscale,
     _Tensor.to: _to,
+    torch.nn.functional.embedding: _embedding,
     _Tensor.numpy: _read_only,
     _Tensor.__array__: _read_only,
     _Tensor.__dlpack__: _copied,
