@@ -350,7 +350,7 @@ static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
     gmi_trace_op_t *op = &v->trace.ops[i];
     const gmi_trace_op_t *now = &t->record.ops[i];
     op->gathered = now->gathered;
-    if (now->heap_pages > op->heap_pages) op->heap_pages = now->heap_pages;
+    if (now->heap_pages > op->heap_pages) op->heap_pages = now->heap_pages, v->grown_run = v->runs;
     if (!v->reads_only) continue;
     if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
@@ -392,10 +392,17 @@ static bool has_outgrown_plan(const variant_t *v) {
   return false;
 }
 
+/* Has a plan left frames free for peaks that no longer grow? */
+static bool has_stopped_growing(const variant_t *v) {
+  const uint32_t shift = v->growths < 16 ? v->growths : 16;
+  return v->bundle.made && v->trace.headroom && v->runs - v->grown_run >= (uint64_t)STEADY_RUNS << shift;
+}
+
 /* Plans a variant anew whose peaks have grown beyond its plan. As they are expected to go on, the plan leaves some
  * frames free for that, so that plans are made once for many iterations. */
 static gemini_status_t plan_with_headroom(gmi_manager_t *m, variant_t *v) {
   const uint32_t share = gmi_frames_of(m, gmi_frame_bytes(m)) / SLACK_SHARE;
+  v->growths += !v->trace.headroom && v->planned_runs > STEADY_RUNS;
   v->trace.headroom = share ? share : 1;
   gemini_status_t status = gmi_tracer_variant_plan(m, v);
   if (status != GEMINI_ERR_OOM_DEVICE) return status;
@@ -512,6 +519,10 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
   if (has_outgrown_plan(v)) return plan_with_headroom(m, v);
+  if (has_stopped_growing(v)) {
+    v->trace.headroom = 0;
+    return gmi_tracer_variant_plan(m, v);
+  }
   if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
     return left ? left : gmi_tracer_variant_plan(m, v);

@@ -25,6 +25,9 @@ enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
 /* The part of the device budget by which the peaks of iterations that only read may differ and be one variant, and that
  * a plan leaves free where they grow. */
 enum { SLACK_SHARE = 64 };
+/* Iterations without growth after which a plan leaves nothing free for it any more. Each time that growth comes
+ * nevertheless, twice as many are waited for. */
+enum { STEADY_RUNS = 16 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -39,6 +42,8 @@ typedef struct {
   uint64_t runs;         /* iterations of this kind so far */
   uint64_t planned_runs; /* of them, those that followed the plan to their end */
   uint64_t last_used;    /* number of the last such iteration */
+  uint64_t grown_run;    /* runs when an op last needed more pages than in all iterations before */
+  uint32_t growths;      /* how often its peaks outgrew a plan that left nothing free for growth, once there was some */
 } variant_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
