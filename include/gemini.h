@@ -693,7 +693,8 @@ GEMINI_API gemini_status_t gemini_row_accesses(const gemini_access_t *table, uin
 GEMINI_API gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, uint64_t count,
                                           gemini_stream_t stream) GEMINI_MUST_CHECK;
 /** Ends the use of acquired ranges, after the work queued on the stream so far; on the host, too, as work of a GPU can
- *  read and write there. Object, range, mode and tier must be those of the acquire. ptr is ignored on the device, and on the host must be the one that the acquire returned.
+ *  read and write there. Object, range, mode and tier must be those of the acquire. ptr is ignored on the device, and
+ *  on the host must be the one that the acquire returned.
  *  @retval GEMINI_ERR_STATE  one of the ranges is not acquired with this mode and tier
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,

@@ -72,9 +72,9 @@ void gmi_tracer_forget(gmi_manager_t *m) {
 }
 
 /* ---- brackets */
-/* Updates the variant's op times with those of the last iteration that have not been learned yet: a running mean over at
- * most 8 samples. The times of warm-up, which include first touches and other waits, are dropped with the first planned
- * iteration. */
+/* Updates the variant's op times with those of the last iteration that have not been learned yet: a running mean over
+ * at most 8 samples. The times of warm-up, which include first touches and other waits, are dropped with the first
+ * planned iteration. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   for (; t->now.learned < t->resolved && t->now.learned < v->trace.op_count; t->now.learned++) {
     const uint64_t duration = t->durations[t->now.learned];
