@@ -166,9 +166,10 @@ enum {
  *  Threads. The collectives of one table are called by one thread at a time, in the order of the manager's calls. With
  *  GEMINI_COMM_QUEUES that is the thread that is inside a call of the manager, which keeps the manager's lock
  *  meanwhile; without, a thread of the library's for each table, and the manager's device must be able to wait for it,
- *  as the simulated device does. exchange() is called by the thread that is inside a call of the manager, one at a
- *  time. The three tables are used beside each other: one table may be given several times only if its functions may
- *  run at the same time, in any order among ranks. poll() and abort() are called by any thread, at any time. */
+ *  as the simulated device does. exchange() is called by the thread that is inside a call of the manager, or by a
+ *  thread of the library's that compares the ranks' iterations, one at a time. The three tables are used beside each
+ *  other: one table may be given several times only if its functions may run at the same time, in any order among
+ *  ranks. poll() and abort() are called by any thread, at any time. */
 typedef struct gemini_comm {
   uint32_t struct_size; /* bytes; set by GEMINI_COMM_INIT */
   uint32_t flags;       /* GEMINI_COMM_* */

@@ -21,6 +21,7 @@
 #include "base/abi.h"
 #include "base/clock.h"
 #include "base/thread.h"
+#include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "core/streams.h"
 #include "gemini/group.h"
@@ -72,19 +73,22 @@ gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle) {
 }
 
 static gemini_status_t poll_comm(const gmi_comm_t *comm) { return comm->ops ? comm->ops->poll(comm->self) : GEMINI_OK; }
-static gemini_status_t failure(const gmi_group_t *g) {
+gemini_status_t gmi_group_failure(const gmi_group_t *g) {
   gemini_status_t status = poll_comm(&g->gather);
   if (!status) status = poll_comm(&g->reduce);
   return status ? status : poll_comm(&g->exchange);
 }
+void gmi_group_give_up(const gmi_group_t *g, const char *why) {
+  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  for (int i = 0; i < 3; i++)
+    if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, why);
+}
 /* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
  * rank has left: they end with the same words. Returns the failure. Threads: any. */
 static gemini_status_t spread_failure(const gmi_group_t *g) {
-  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
   gmi_failure_t first;
-  gmi_fail_keep(failure(g), &first);
-  for (int i = 0; first.status && i < 3; i++)
-    if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, first.message);
+  gmi_fail_keep(gmi_group_failure(g), &first);
+  if (first.status) gmi_group_give_up(g, first.message);
   return gmi_fail_again(&first);
 }
 gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
@@ -146,6 +150,7 @@ static void watch_stop(gmi_group_t *g) {
 
 static void group_free(gmi_group_t *g) {
   const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  gmi_group_check_close(g);
   watch_stop(g);
   for (int i = 0; i < 3; i++)
     if (comms[i]->ops) comms[i]->ops->close(comms[i]->self);
@@ -300,6 +305,7 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the reports of %u ranks", g->gather.ranks);
   if (m->device.ops->stream.distrust) atomic_store(&g->tells, m);
   if (!status) status = watch_start(g);
+  if (!status) status = gmi_group_check_open(g);
   gmi_lock(m, "gemini_group_open");
   while (!status && g->index < GMI_GROUPS && m->groups.at[g->index]) g->index++;
   if (!status && g->index == GMI_GROUPS)
@@ -366,7 +372,7 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_lock(m, "gemini_group_exchange");
   gmi_group_t *g = gmi_group_get(m, handle);
   gemini_status_t status = g ? GEMINI_OK : GEMINI_ERR_HANDLE;
-  if (g) status = failure(g);
+  if (g) status = gmi_group_failure(g);
   if (!status && g->exchanging)
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
   if (!status) g->exchanging = true;
@@ -375,7 +381,8 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->gather.rank);
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->gather;
-  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
+  if (g->exchange.ops) status = gmi_group_check_settle(g); /* it has the same communicator */
+  if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
   gmi_wait_end(m, &wait);
   gmi_failure_t first;
   gmi_fail_keep(status, &first);
@@ -398,10 +405,9 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->reduce;
   if (g->exchanging && comm == &g->exchange)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
-  gemini_status_t status = failure(g);
-  if (status) return status;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm->rank);
-  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
+  gemini_status_t status = gmi_group_check_settle(g);
+  if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
   gmi_wait_end(m, &wait);
   return status;
 }

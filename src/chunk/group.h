@@ -47,7 +47,13 @@ typedef struct gmi_group {
   struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
     uint64_t gathered, reduced, fetched;
   } planned;
-  gmi_report_t *reports; /* one for each rank, so that no rank lacks memory for telling others; owned */
+  /* Digests of the order in which gathers were queued since the last post (chunk/group_check.h), and sums of gradients
+   * that reuse bytes. Other sums may come at other points of the ranks' programs, in parts. 0: none. */
+  struct {
+    uint64_t gathers, sums;
+  } queued;
+  struct gmi_group_check *check; /* NULL: there is one rank; owned */
+  gmi_report_t *reports;         /* one for each rank, so that no rank lacks memory for telling others; owned */
 } gmi_group_t;
 
 gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */
@@ -70,6 +76,11 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
                                           void *all_out, const char *label);
 /* Adds a value of each rank, in the order of ranks. Blocks. */
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum);
+/* The first failure that this group has noticed, recorded; GEMINI_OK: none. Any thread, no lock. */
+gemini_status_t gmi_group_failure(const gmi_group_t *g);
+/* Makes all calls of all ranks fail with these words, unless they fail already. Any thread, no lock. */
+enum { GMI_GROUP_WHY_BYTES = 376 };
+void gmi_group_give_up(const gmi_group_t *g, const char *why);
 /* Ends all groups. No lock: no other thread uses the manager. */
 void gmi_groups_close(gmi_manager_t *m);
 

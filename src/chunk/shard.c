@@ -17,6 +17,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
+#include "base/hash.h"
 #include "chunk/accesses.h"
 #include "chunk/content.h"
 #include "chunk/cut.h"
@@ -299,6 +300,7 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
   if (!status && rest)
     status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
   if (status) return status;
+  g->queued.gathers = gmi_hash(gmi_hash(g->queued.gathers + 1, p->whole->index), c->index);
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
   status = gmi_fence_now(m, g->gather_stream, arrive_out);
@@ -665,6 +667,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (status) return status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
+  if (!gmi_arena_has_sums(p->whole)) g->queued.sums = gmi_hash(gmi_hash(g->queued.sums + 1, p->whole->index), c->index);
   g->reduced_chunks++;
   g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;
   uint32_t word;
