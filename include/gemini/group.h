@@ -255,8 +255,12 @@ typedef struct gemini_group_stats_s {
   /* What operators gather and make ready in each iteration, by the plan that was followed last, and what an iteration
    * adds to the figures above if it follows the plan; 0: no plan. */
   uint64_t planned_gathered_bytes, planned_reduced_bytes, planned_fetched_bytes;
+  /* The part of gemini_stats_t.stall_ns in which operators waited for gathers, each with the copy of the own slice
+   * before it, and that in which they waited behind a sum of gradients, such as for the frame that it gives back. What
+   * a sum delays otherwise, such as an update, is not in it. */
+  uint64_t gather_wait_ns, sum_wait_ns;
 } gemini_group_stats_t;
-#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies a group's statistics.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */

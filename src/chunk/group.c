@@ -436,11 +436,44 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .reduced_bytes = g->reduced_bytes,
                                  .planned_gathered_bytes = g->planned.gathered,
                                  .planned_reduced_bytes = g->planned.reduced,
-                                 .planned_fetched_bytes = g->planned.fetched };
+                                 .planned_fetched_bytes = g->planned.fetched,
+                                 .gather_wait_ns = g->waits.gather_ns,
+                                 .sum_wait_ns = g->waits.sum_ns };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {
   API_LOCKED(group_stats(m, group, stats_out));
+}
+
+/* ---- what is waited for */
+void gmi_group_sum_ends(gmi_group_t *g, gmi_fence_t fence) {
+  const uint32_t count = sizeof g->waits.sum_ends / sizeof *g->waits.sum_ends;
+  g->waits.sum_ends[g->waits.sum_next++ % count] = fence;
+}
+
+static bool is_behind_sum(gmi_manager_t *m, const gmi_group_t *g, gmi_fence_t fence) {
+  for (size_t i = 0; i < sizeof g->waits.sum_ends / sizeof *g->waits.sum_ends; i++) {
+    const gmi_fence_t sum = g->waits.sum_ends[i];
+    if (sum && gmi_fence_stream(sum) == gmi_fence_stream(fence) && gmi_fence_mark(sum) <= gmi_fence_mark(fence) &&
+        !gmi_fence_reached(m, sum))
+      return true;
+  }
+  return false;
+}
+
+void gmi_group_sum_delays(gmi_manager_t *m, gmi_group_t *g, gmi_fence_t other, gmi_fence_t fence) {
+  if (is_behind_sum(m, g, other)) gmi_group_sum_ends(g, fence);
+}
+
+gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wait_t *what_out) {
+  const uint32_t stream = gmi_fence_stream(fence);
+  for (uint32_t i = 0; m->groups.gather_streams && i < GMI_GROUPS; i++) {
+    gmi_group_t *g = m->groups.at[i];
+    if (!g) continue;
+    *what_out = g->gather_stream == stream ? GMI_WAITS_GATHER : GMI_WAITS_SUM;
+    if (g->gather_stream == stream || g->reduce_stream == stream || is_behind_sum(m, g, fence)) return g;
+  }
+  return NULL;
 }
 
 /* ---- collectives */

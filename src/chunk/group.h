@@ -52,9 +52,22 @@ typedef struct gmi_group {
   struct {
     uint64_t gathers, sums;
   } queued;
+  struct { /* of operators, gemini_group_stats_t; and the latest fences behind sums */
+    uint64_t gather_ns, sum_ns;
+    gmi_fence_t sum_ends[64];
+    uint32_t sum_next;
+  } waits;
   struct gmi_group_check *check; /* NULL: there is one rank; owned */
   gmi_report_t *reports;         /* one for each rank, so that no rank lacks memory for telling others; owned */
 } gmi_group_t;
+
+/* What a stream waits for that waits for a fence: a gather of a group, or a sum of its gradients that the fence is
+ * behind and that has not ended. NULL: neither. */
+typedef enum { GMI_WAITS_GATHER, GMI_WAITS_SUM } gmi_group_wait_t;
+gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wait_t *what_out);
+/* A fence is behind a sum; or it is so if another one is. */
+void gmi_group_sum_ends(gmi_group_t *g, gmi_fence_t fence);
+void gmi_group_sum_delays(gmi_manager_t *m, gmi_group_t *g, gmi_fence_t other, gmi_fence_t fence);
 
 gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */
 static inline gmi_group_t *gmi_group_at(const gmi_manager_t *m, uint32_t index) { return m->groups.at[index]; }

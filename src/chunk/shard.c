@@ -334,6 +334,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
     if (!status && gathers) status = copy_in(m, &p, gmi_chunk_device(m, c), stream);
     else if (!status) status = gmi_device_zero(m, stream, gmi_chunk_device(m, c), gmi_frame_bytes(m));
     if (!status) status = gmi_fence_now(m, stream, &arrive);
+    if (!status && !gathers) gmi_group_sum_delays(m, p.group, ready, arrive);
     if (!status && gathers) status = gather(m, c, &p, arrive, &arrive);
   }
   if (status) {
@@ -667,6 +668,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (status) return status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
+  gmi_group_sum_ends(g, end);
   if (!gmi_arena_has_sums(p->whole)) g->queued.sums = gmi_hash(gmi_hash(g->queued.sums + 1, p->whole->index), c->index);
   g->reduced_chunks++;
   g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;

@@ -354,6 +354,57 @@ static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
           run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
 }
 
+/* ---- what operators wait for */
+/* An operator on a stream that uses a tensor. Rank 1 comes late to it. */
+static void late_op(rank_t *k, gemini_tensor_t tensor, uint32_t mode, uint32_t number) {
+  char name[24];
+  gemini_access_t use = world_whole(tensor, mode, DEVICE);
+  snprintf(name, sizeof name, "%s %u", mode == GEMINI_READ ? "reads" : "writes", number);
+  if (k->rank == 1) nanosleep(&(struct timespec){ 0, 10000000 }, NULL);
+  CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+  CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
+  CHECK_OK(gemini_release(k->w.mgr, &use, 1, k->w.stream));
+  if (mode == GEMINI_WRITE) CHECK_OK(gemini_tensor_state_set(k->w.mgr, tensor, GEMINI_STATE_READY_FOR_REDUCE));
+  CHECK_OK(gemini_op_end(k->w.mgr));
+}
+static gemini_group_stats_t stats_of(rank_t *k) {
+  gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &s));
+  return s;
+}
+/* Rank 0 waits for gathers, in which rank 1 takes part late; then for frames that sums have left. */
+static void waits_for_others(rank_t *k) {
+  gemini_tensor_t layers[CHUNKS], grad;
+  CHECK_OK(gemini_tensor_unregister(k->w.mgr, k->param));
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
+  }
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (uint32_t i = 0; i < CHUNKS; i++) late_op(k, layers[i], GEMINI_READ, i);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  const gemini_group_stats_t reads = stats_of(k);
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (uint32_t i = CHUNKS; i-- > 0;) {
+    CHECK_OK(gemini_tensor_counterpart(k->w.mgr, layers[i], t.grads, &grad));
+    late_op(k, grad, GEMINI_WRITE, i);
+  }
+  update(&t, halve_anywhere);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  const gemini_group_stats_t writes = stats_of(k);
+  CHECK_EQ(reads.sum_wait_ns, 0);
+  CHECK_EQ(writes.gather_wait_ns, reads.gather_wait_ns);
+  CHECK(reads.gather_wait_ns + writes.sum_wait_ns <= world_stats(&k->w).stall_ns);
+  if (k->rank) return;
+  CHECK(reads.gather_wait_ns > 8000000 * (CHUNKS / 2));
+  CHECK(writes.sum_wait_ns > 8000000);
+}
+static void test_waits_for_gathers_and_sums_are_counted_apart(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 4 }, waits_for_others);
+}
+
 /* ---- a rank that departs from the others in an iteration of a known kind */
 typedef struct {
   const char *ops; /* one letter each; of which 'b' uses the second chunk, all others the first one */
@@ -411,6 +462,7 @@ int main(void) {
   RUN(test_auto_gathers_as_seldom_as_the_best_stage);
   RUN(test_auto_leaves_frames_to_states_that_are_worth_more);
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
+  RUN(test_waits_for_gathers_and_sums_are_counted_apart);
   RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
   return check_done();
 }
