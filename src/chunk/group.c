@@ -99,6 +99,16 @@ gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
   return status;
 }
 
+gemini_status_t gmi_groups_known(gmi_manager_t *m) {
+  for (uint32_t i = 0; m->groups.gather_streams && i < GMI_GROUPS; i++) {
+    const gmi_group_t *g = m->groups.at[i];
+    const gmi_comm_t *const comms[] = { g ? &g->gather : NULL, g ? &g->reduce : NULL, g ? &g->exchange : NULL };
+    for (int k = 0; g && k < 3; k++)
+      if (comms[k]->ops && comms[k]->ops->known(comms[k]->self)) return spread_failure(g);
+  }
+  return GEMINI_OK;
+}
+
 /* ---- open and close */
 enum { WATCH_NS = 50000000 /* between two polls */ };
 static void *watch_main(void *user) {
@@ -524,7 +534,7 @@ static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const c
 static gemini_status_t collective(gmi_manager_t *m, collective_t what, const char *name, uint32_t chunk) {
   const gmi_comm_t *comm = comm_of(&what);
   const uint32_t stream = is_gather(&what) ? what.group->gather_stream : what.group->reduce_stream;
-  gemini_status_t status = comm->ops->poll(comm->self); /* a failed group's calls would only be waited for */
+  gemini_status_t status = comm->ops->known(comm->self); /* a failed group's calls would only be waited for */
   if (status) return status;
   /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
   const char *op = is_gather(&what) ? m->trace.advice->op_name(m) : NULL;

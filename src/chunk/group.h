@@ -73,6 +73,9 @@ gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, wi
 static inline gmi_group_t *gmi_group_at(const gmi_manager_t *m, uint32_t index) { return m->groups.at[index]; }
 /* The first failure that a group has noticed, recorded; GEMINI_OK: none. */
 gemini_status_t gmi_groups_failure(gmi_manager_t *m);
+/* The same of failures that are known already, for each gather and sum: those of communicators that have to be asked
+ * are noticed by the thread that watches them, within 50 ms. */
+gemini_status_t gmi_groups_known(gmi_manager_t *m);
 /* Queue a collective on the group's stream. name, chunk: of the arena, for messages of this rank and others. */
 gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
                                  uint32_t chunk);
