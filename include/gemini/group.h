@@ -166,9 +166,10 @@ enum {
  *  Threads. The collectives of one table are called by one thread at a time, in the order of the manager's calls. With
  *  GEMINI_COMM_QUEUES that is the thread that is inside a call of the manager, which keeps the manager's lock
  *  meanwhile; without, a thread of the library's for each table, and the manager's device must be able to wait for it,
- *  as the simulated device does. exchange() is called by the thread that is inside a call of the manager, one at a
- *  time. The three tables are used beside each other: one table may be given several times only if its functions may
- *  run at the same time, in any order among ranks. poll() and abort() are called by any thread, at any time. */
+ *  as the simulated device does. exchange() is called by the thread that is inside a call of the manager, or by a
+ *  thread of the library's that compares the ranks' iterations, one at a time. The three tables are used beside each
+ *  other: one table may be given several times only if its functions may run at the same time, in any order among
+ *  ranks. poll() and abort() are called by any thread, at any time. */
 typedef struct gemini_comm {
   uint32_t struct_size; /* bytes; set by GEMINI_COMM_INIT */
   uint32_t flags;       /* GEMINI_COMM_* */
@@ -254,8 +255,12 @@ typedef struct gemini_group_stats_s {
   /* What operators gather and make ready in each iteration, by the plan that was followed last, and what an iteration
    * adds to the figures above if it follows the plan; 0: no plan. */
   uint64_t planned_gathered_bytes, planned_reduced_bytes, planned_fetched_bytes;
+  /* The part of gemini_stats_t.stall_ns in which operators waited for gathers, each with the copy of the own slice
+   * before it, and that in which they waited behind a sum of gradients, such as for the frame that it gives back. What
+   * a sum delays otherwise, such as an update, is not in it. */
+  uint64_t gather_wait_ns, sum_wait_ns;
 } gemini_group_stats_t;
-#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies a group's statistics.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */

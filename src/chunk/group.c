@@ -21,6 +21,7 @@
 #include "base/abi.h"
 #include "base/clock.h"
 #include "base/thread.h"
+#include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "core/streams.h"
 #include "gemini/group.h"
@@ -72,19 +73,22 @@ gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle) {
 }
 
 static gemini_status_t poll_comm(const gmi_comm_t *comm) { return comm->ops ? comm->ops->poll(comm->self) : GEMINI_OK; }
-static gemini_status_t failure(const gmi_group_t *g) {
+gemini_status_t gmi_group_failure(const gmi_group_t *g) {
   gemini_status_t status = poll_comm(&g->gather);
   if (!status) status = poll_comm(&g->reduce);
   return status ? status : poll_comm(&g->exchange);
 }
+void gmi_group_give_up(const gmi_group_t *g, const char *why) {
+  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  for (int i = 0; i < 3; i++)
+    if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, why);
+}
 /* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
  * rank has left: they end with the same words. Returns the failure. Threads: any. */
 static gemini_status_t spread_failure(const gmi_group_t *g) {
-  const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
   gmi_failure_t first;
-  gmi_fail_keep(failure(g), &first);
-  for (int i = 0; first.status && i < 3; i++)
-    if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, first.message);
+  gmi_fail_keep(gmi_group_failure(g), &first);
+  if (first.status) gmi_group_give_up(g, first.message);
   return gmi_fail_again(&first);
 }
 gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
@@ -93,6 +97,16 @@ gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
     if (m->groups.at[i]) status = spread_failure(m->groups.at[i]);
   return status;
+}
+
+gemini_status_t gmi_groups_known(gmi_manager_t *m) {
+  for (uint32_t i = 0; m->groups.gather_streams && i < GMI_GROUPS; i++) {
+    const gmi_group_t *g = m->groups.at[i];
+    const gmi_comm_t *const comms[] = { g ? &g->gather : NULL, g ? &g->reduce : NULL, g ? &g->exchange : NULL };
+    for (int k = 0; g && k < 3; k++)
+      if (comms[k]->ops && comms[k]->ops->known(comms[k]->self)) return spread_failure(g);
+  }
+  return GEMINI_OK;
 }
 
 /* ---- open and close */
@@ -146,6 +160,7 @@ static void watch_stop(gmi_group_t *g) {
 
 static void group_free(gmi_group_t *g) {
   const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
+  gmi_group_check_close(g);
   watch_stop(g);
   for (int i = 0; i < 3; i++)
     if (comms[i]->ops) comms[i]->ops->close(comms[i]->self);
@@ -300,6 +315,7 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the reports of %u ranks", g->gather.ranks);
   if (m->device.ops->stream.distrust) atomic_store(&g->tells, m);
   if (!status) status = watch_start(g);
+  if (!status) status = gmi_group_check_open(g);
   gmi_lock(m, "gemini_group_open");
   while (!status && g->index < GMI_GROUPS && m->groups.at[g->index]) g->index++;
   if (!status && g->index == GMI_GROUPS)
@@ -366,7 +382,7 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_lock(m, "gemini_group_exchange");
   gmi_group_t *g = gmi_group_get(m, handle);
   gemini_status_t status = g ? GEMINI_OK : GEMINI_ERR_HANDLE;
-  if (g) status = failure(g);
+  if (g) status = gmi_group_failure(g);
   if (!status && g->exchanging)
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
   if (!status) g->exchanging = true;
@@ -375,7 +391,8 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->gather.rank);
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->gather;
-  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
+  if (g->exchange.ops) status = gmi_group_check_settle(g); /* it has the same communicator */
+  if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
   gmi_wait_end(m, &wait);
   gmi_failure_t first;
   gmi_fail_keep(status, &first);
@@ -398,10 +415,9 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->reduce;
   if (g->exchanging && comm == &g->exchange)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
-  gemini_status_t status = failure(g);
-  if (status) return status;
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm->rank);
-  status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
+  gemini_status_t status = gmi_group_check_settle(g);
+  if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
   gmi_wait_end(m, &wait);
   return status;
 }
@@ -430,11 +446,44 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .reduced_bytes = g->reduced_bytes,
                                  .planned_gathered_bytes = g->planned.gathered,
                                  .planned_reduced_bytes = g->planned.reduced,
-                                 .planned_fetched_bytes = g->planned.fetched };
+                                 .planned_fetched_bytes = g->planned.fetched,
+                                 .gather_wait_ns = g->waits.gather_ns,
+                                 .sum_wait_ns = g->waits.sum_ns };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {
   API_LOCKED(group_stats(m, group, stats_out));
+}
+
+/* ---- what is waited for */
+void gmi_group_sum_ends(gmi_group_t *g, gmi_fence_t fence) {
+  const uint32_t count = sizeof g->waits.sum_ends / sizeof *g->waits.sum_ends;
+  g->waits.sum_ends[g->waits.sum_next++ % count] = fence;
+}
+
+static bool is_behind_sum(gmi_manager_t *m, const gmi_group_t *g, gmi_fence_t fence) {
+  for (size_t i = 0; i < sizeof g->waits.sum_ends / sizeof *g->waits.sum_ends; i++) {
+    const gmi_fence_t sum = g->waits.sum_ends[i];
+    if (sum && gmi_fence_stream(sum) == gmi_fence_stream(fence) && gmi_fence_mark(sum) <= gmi_fence_mark(fence) &&
+        !gmi_fence_reached(m, sum))
+      return true;
+  }
+  return false;
+}
+
+void gmi_group_sum_delays(gmi_manager_t *m, gmi_group_t *g, gmi_fence_t other, gmi_fence_t fence) {
+  if (is_behind_sum(m, g, other)) gmi_group_sum_ends(g, fence);
+}
+
+gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wait_t *what_out) {
+  const uint32_t stream = gmi_fence_stream(fence);
+  for (uint32_t i = 0; m->groups.gather_streams && i < GMI_GROUPS; i++) {
+    gmi_group_t *g = m->groups.at[i];
+    if (!g) continue;
+    *what_out = g->gather_stream == stream ? GMI_WAITS_GATHER : GMI_WAITS_SUM;
+    if (g->gather_stream == stream || g->reduce_stream == stream || is_behind_sum(m, g, fence)) return g;
+  }
+  return NULL;
 }
 
 /* ---- collectives */
@@ -485,7 +534,7 @@ static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const c
 static gemini_status_t collective(gmi_manager_t *m, collective_t what, const char *name, uint32_t chunk) {
   const gmi_comm_t *comm = comm_of(&what);
   const uint32_t stream = is_gather(&what) ? what.group->gather_stream : what.group->reduce_stream;
-  gemini_status_t status = comm->ops->poll(comm->self); /* a failed group's calls would only be waited for */
+  gemini_status_t status = comm->ops->known(comm->self); /* a failed group's calls would only be waited for */
   if (status) return status;
   /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
   const char *op = is_gather(&what) ? m->trace.advice->op_name(m) : NULL;

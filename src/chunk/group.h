@@ -47,13 +47,35 @@ typedef struct gmi_group {
   struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
     uint64_t gathered, reduced, fetched;
   } planned;
-  gmi_report_t *reports; /* one for each rank, so that no rank lacks memory for telling others; owned */
+  /* Digests of the order in which gathers were queued since the last post (chunk/group_check.h), and sums of gradients
+   * that reuse bytes. Other sums may come at other points of the ranks' programs, in parts. 0: none. */
+  struct {
+    uint64_t gathers, sums;
+  } queued;
+  struct { /* of operators, gemini_group_stats_t; and the latest fences behind sums */
+    uint64_t gather_ns, sum_ns;
+    gmi_fence_t sum_ends[64];
+    uint32_t sum_next;
+  } waits;
+  struct gmi_group_check *check; /* NULL: there is one rank; owned */
+  gmi_report_t *reports;         /* one for each rank, so that no rank lacks memory for telling others; owned */
 } gmi_group_t;
+
+/* What a stream waits for that waits for a fence: a gather of a group, or a sum of its gradients that the fence is
+ * behind and that has not ended. NULL: neither. */
+typedef enum { GMI_WAITS_GATHER, GMI_WAITS_SUM } gmi_group_wait_t;
+gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wait_t *what_out);
+/* A fence is behind a sum; or it is so if another one is. */
+void gmi_group_sum_ends(gmi_group_t *g, gmi_fence_t fence);
+void gmi_group_sum_delays(gmi_manager_t *m, gmi_group_t *g, gmi_fence_t other, gmi_fence_t fence);
 
 gmi_group_t *gmi_group_get(gmi_manager_t *m, gemini_group_t handle); /* NULL, with the error recorded */
 static inline gmi_group_t *gmi_group_at(const gmi_manager_t *m, uint32_t index) { return m->groups.at[index]; }
 /* The first failure that a group has noticed, recorded; GEMINI_OK: none. */
 gemini_status_t gmi_groups_failure(gmi_manager_t *m);
+/* The same of failures that are known already, for each gather and sum: those of communicators that have to be asked
+ * are noticed by the thread that watches them, within 50 ms. */
+gemini_status_t gmi_groups_known(gmi_manager_t *m);
 /* Queue a collective on the group's stream. name, chunk: of the arena, for messages of this rank and others. */
 gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
                                  uint32_t chunk);
@@ -70,6 +92,11 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
                                           void *all_out, const char *label);
 /* Adds a value of each rank, in the order of ranks. Blocks. */
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum);
+/* The first failure that this group has noticed, recorded; GEMINI_OK: none. Any thread, no lock. */
+gemini_status_t gmi_group_failure(const gmi_group_t *g);
+/* Makes all calls of all ranks fail with these words, unless they fail already. Any thread, no lock. */
+enum { GMI_GROUP_WHY_BYTES = 376 };
+void gmi_group_give_up(const gmi_group_t *g, const char *why);
 /* Ends all groups. No lock: no other thread uses the manager. */
 void gmi_groups_close(gmi_manager_t *m);
 

@@ -17,6 +17,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
+#include "base/hash.h"
 #include "chunk/accesses.h"
 #include "chunk/content.h"
 #include "chunk/cut.h"
@@ -299,6 +300,7 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
   if (!status && rest)
     status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
   if (status) return status;
+  g->queued.gathers = gmi_hash(gmi_hash(g->queued.gathers + 1, p->whole->index), c->index);
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
   status = gmi_fence_now(m, g->gather_stream, arrive_out);
@@ -310,7 +312,7 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
 gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
   parts_t p = parts_of(m, c);
   const bool gathers = !fresh && gmi_chunk_has(c, GMI_VALID_SLICES);
-  gemini_status_t status = gmi_groups_failure(m);
+  gemini_status_t status = gmi_groups_known(m);
   if (!status && gathers) status = parts_check(&p, false);
   if (status) return status;
   uint32_t frame;
@@ -332,6 +334,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
     if (!status && gathers) status = copy_in(m, &p, gmi_chunk_device(m, c), stream);
     else if (!status) status = gmi_device_zero(m, stream, gmi_chunk_device(m, c), gmi_frame_bytes(m));
     if (!status) status = gmi_fence_now(m, stream, &arrive);
+    if (!status && !gathers) gmi_group_sum_delays(m, p.group, ready, arrive);
     if (!status && gathers) status = gather(m, c, &p, arrive, &arrive);
   }
   if (status) {
@@ -405,7 +408,7 @@ static bool stays(gmi_manager_t *m, const gmi_arena_t *whole) {
 }
 
 gemini_status_t gmi_gathered_leave(gmi_manager_t *m, bool all) {
-  gemini_status_t status = gmi_groups_failure(m);
+  gemini_status_t status = gmi_groups_known(m);
   for (uint32_t i = 0; !status && m->groups.frames && i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
     if (c && gmi_chunk_is_gathered(m, c)) status = leave(m, c, !all && stays(m, gmi_chunk_arena(m, c)));
@@ -629,7 +632,7 @@ gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_access_t *r
 /* Everything that can fail for want of room comes before the collective: then this rank has not taken its turn yet, and
  * can take it later. */
 static gemini_status_t reduce_prepare(gmi_manager_t *m, gmi_chunk_t *c, const parts_t *p) {
-  gemini_status_t status = gmi_groups_failure(m);
+  gemini_status_t status = gmi_groups_known(m);
   if (!status && !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", p->whole->name);
   if (!status && !gmi_arena_has_sums(p->whole)) {
@@ -665,6 +668,8 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (status) return status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
+  gmi_group_sum_ends(g, end);
+  if (!gmi_arena_has_sums(p->whole)) g->queued.sums = gmi_hash(gmi_hash(g->queued.sums + 1, p->whole->index), c->index);
   g->reduced_chunks++;
   g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;
   uint32_t word;
@@ -757,7 +762,7 @@ gemini_status_t gmi_reduce_all(gmi_manager_t *m, gmi_arena_t *whole) {
 
 /* None of the chunks may have been written since they were added, as the next round would add that, or a later one. */
 gemini_status_t gmi_reduce_part(gmi_manager_t *m, gmi_arena_t *whole, uint32_t first) {
-  gemini_status_t status = gmi_groups_failure(m);
+  gemini_status_t status = gmi_groups_known(m);
   const uint32_t count = whole->chunk_count;
   bool added = whole->shard.summed && !whole->shard.due && !whole->shard.reduced;
   for (uint32_t i = first; added && i < count; i++) added = !gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);

@@ -96,6 +96,7 @@ static gemini_status_t poll_failure(void *self) {
   call_t call = call_begin();
   return call_end(c, &call, c->table.poll(c->table.user), "poll", "");
 }
+static gemini_status_t known_failure(void *self) { return gmi_first_failure(&((caller_t *)self)->failure); }
 static void abort_here(void *self, const char *why) {
   (void)fail(self, 0, "gave up: %s", why ? why : "it does not say why");
 }
@@ -115,6 +116,7 @@ static void caller_close(void *self) {
     .all_reduce = all_reduce,         \
     .exchange = exchange,             \
     .poll = poll_failure,             \
+    .known = known_failure,           \
     .abort = abort_here,              \
     .close = caller_close }
 static const gmi_comm_ops_t blocking = OPS(false), queueing = OPS(true);

@@ -57,8 +57,11 @@ typedef struct gmi_comm_ops {
   /* What this rank has done other than expected, for the message of a rank that waits in vain; "" takes it back. Never
    * blocks. May be NULL. */
   void (*note)(void *self, const char *text);
-  /* The failure that later calls would return; GEMINI_OK: none is known. Never blocks. */
+  /* The failure that later calls would return; GEMINI_OK: none is known. Looks for one: asks NCCL and the driver, or
+   * the caller's function. Never blocks. */
   gemini_status_t (*poll)(void *self);
+  /* The same without looking: for callers that another thread polls for. */
+  gemini_status_t (*known)(void *self);
   /* Makes all calls of all ranks fail, those under way included. why: for the other ranks' messages. Never blocks. */
   void (*abort)(void *self, const char *why);
   /* Leaves the group and frees the communicator. Other ranks' later calls fail. No other call may run. NULL is

@@ -475,6 +475,8 @@ static gemini_status_t poll_failure(void *self) {
   return status;
 }
 
+static gemini_status_t known_failure(void *self) { return gmi_first_failure(&((nccl_t *)self)->failure); }
+
 static void abort_here(void *self, const char *why) {
   (void)fail(self, 0, "gave up: %s", why ? why : "it does not say why");
 }
@@ -488,6 +490,7 @@ const gmi_comm_ops_t gmi_nccl_ops = {
   .all_reduce = all_reduce,
   .exchange = exchange,
   .poll = poll_failure,
+  .known = known_failure,
   .abort = abort_here,
   .close = gmi_nccl_close,
 };

@@ -415,6 +415,7 @@ static const gmi_comm_ops_t shared_ops = {
   .exchange = exchange,
   .note = note,
   .poll = poll_failure,
+  .known = poll_failure, /* which is one load */
   .abort = abort_all,
   .close = close_shared,
 };

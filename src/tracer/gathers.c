@@ -14,6 +14,7 @@
 #include "base/array.h"
 #include "base/hash.h"
 #include "chunk/arena.h"
+#include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
 #include "policy/policy.h"
@@ -38,6 +39,7 @@ typedef struct {
   uint64_t *chunks; /* [chunk_count] by their numbers in the plan */
   uint32_t chunk_count, reserved;
   gmi_gather_plan_t plan; /* empty: the group has none */
+  gmi_journal_t *journal; /* what the ranks compare of such an iteration; NULL: the group has no arenas */
 } group_plan_t;
 typedef struct {
   bool used;
@@ -78,6 +80,7 @@ static void kind_clear(kind_t *kind) {
   record_free(&kind->record);
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     free(kind->groups[i].chunks);
+    gmi_journal_drop(kind->groups[i].journal);
     gmi_gather_plan_free(&kind->groups[i].plan);
   }
   *kind = (kind_t){ 0 };
@@ -224,43 +227,95 @@ gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const c
   return status;
 }
 
-/* ---- a new kind */
-/* Of the chunks that the operators use, in order. */
-static uint64_t digest_of(gmi_manager_t *m, const record_t *r, uint32_t group) {
-  uint64_t h = GMI_HASH_NOTHING;
-  for (uint32_t i = 0; i < r->op_count; i++) {
-    for (uint32_t k = 0; k < r->ops[i].use_count; k++) {
-      uint64_t use = r->uses[r->ops[i].use_first + k];
-      if (gmi_arena_at(m, (uint32_t)(use >> 32))->shard.group != group) continue;
-      h = gmi_hash(h, use);
-      h ^= h >> 29;
-    }
-    h = gmi_hash(h, UINT64_MAX); /* the end of an operator */
-  }
-  return h;
-}
-
+/* ---- what the ranks compare */
 static gemini_status_t no_memory(const record_t *r) {
   return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
 }
 
-/* Do the ranks have the same record? */
-static gemini_status_t agree_on_operators(gmi_manager_t *m, const record_t *r, uint32_t group) {
-  gmi_group_t *g = gmi_group_at(m, group);
-  const uint64_t mine = digest_of(m, r, group);
-  uint64_t *all = calloc(g->gather.ranks, sizeof *all);
-  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
-  if (!status) status = gmi_group_exchange_locked(m, g, &mine, sizeof mine, all, "operators that gather");
-  for (uint32_t k = 0; !status && k < g->gather.ranks; k++)
-    if (all[k] != mine)
-      status = gmi_fail(GEMINI_ERR_PEER, 0,
-                        "ranks differ: the operators of rank %u have used other sharded parameters in this iteration "
-                        "than those of rank %u",
-                        k, g->gather.rank);
-  free(all);
+static bool is_of(gmi_manager_t *m, uint64_t use, uint32_t group) {
+  return gmi_arena_at(m, (uint32_t)(use >> 32))->shard.group == group;
+}
+static uint64_t mixed(uint64_t h, uint64_t number) {
+  h = gmi_hash(h, number);
+  return h ^ h >> 29;
+}
+
+/* Of the arenas that are sharded over a group. */
+static uint64_t layout_of(gmi_manager_t *m, uint32_t group) {
+  uint64_t h = mixed(GMI_HASH_NOTHING, gmi_chunk_bytes(m));
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (!a || !gmi_arena_is_sharded(a) || a->shard.group != group) continue;
+    const uint64_t fields[] = { i, a->kind, atomic_load(&a->size), a->element_bytes, a->shard.stage, a->shard.dtype };
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) h = mixed(h, fields[k]);
+  }
+  return h;
+}
+
+/* "operator h.0.up, chunk 3 of arena weights": what a message says of an operator, by its first chunk of the group. */
+static void say_op(gmi_manager_t *m, const gmi_trace_t *trace, const op_t *op, uint64_t use, uint32_t count,
+                   char *text_out) {
+  const gmi_arena_t *a = gmi_arena_at(m, (uint32_t)(use >> 32));
+  const char *name = op->op < trace->op_count ? trace->ops[op->op].name : NULL;
+  char more[24] = "";
+  if (count > 1) snprintf(more, sizeof more, " and %u more", count - 1);
+  snprintf(text_out, GMI_JOURNAL_TEXT_BYTES, "operator %.56s, chunk %u%s of arena %.16s", name ? name : "?",
+           (uint32_t)use, more, a->name);
+}
+
+/* Of an iteration with this record and trace; NULL: no memory. */
+static gmi_journal_t *journal_make(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, uint32_t group) {
+  gmi_journal_t *j = gmi_journal_new(r->op_count, (uint64_t)r->op_count * GMI_JOURNAL_TEXT_BYTES);
+  if (!j) return NULL;
+  j->layout = layout_of(m, group);
+  j->operators = GMI_HASH_NOTHING;
+  uint64_t at = 0;
+  for (uint32_t i = 0; i < r->op_count; i++) {
+    const op_t *op = &r->ops[i];
+    uint64_t h = GMI_HASH_NOTHING, first = 0;
+    uint32_t count = 0;
+    for (uint32_t k = op->use_first; k < op->use_first + op->use_count; k++) {
+      if (!is_of(m, r->uses[k], group)) continue;
+      if (!count++) first = r->uses[k];
+      h = mixed(h, r->uses[k]);
+    }
+    if (!count) continue;
+    j->operators = mixed(j->operators, h);
+    j->ops[j->op_count++] = (gmi_journal_op_t){ h, op->hash, at };
+    say_op(m, trace, op, first, count, j->texts + at);
+    at += strlen(j->texts + at) + 1;
+  }
+  return j;
+}
+
+static uint64_t plan_digest(const group_plan_t *p, uint32_t op_count) {
+  uint64_t h = GMI_HASH_NOTHING;
+  for (uint32_t op = 0; p->plan.event_first && op < op_count; op++) {
+    h = mixed(h, p->plan.on_demand[op]);
+    for (uint32_t e = p->plan.event_first[op]; e < p->plan.event_first[op + 1]; e++)
+      h = mixed(h, (uint64_t)p->plan.events[e].chunk << 1 | p->plan.events[e].leaves);
+  }
+  return h | 1;
+}
+
+/* Tells the other ranks of each group what the iteration has done. kind: that it followed to its end; or NULL, then
+ * the groups of `fresh` get their journals. */
+static gemini_status_t post(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, const kind_t *kind,
+                            kind_t *fresh) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
+    gmi_group_t *g = gmi_group_at(m, i);
+    if (!g || !g->arenas || g->gather.ranks == 1) continue;
+    gmi_journal_t *j = kind ? kind->groups[i].journal : journal_make(m, r, trace, i);
+    if (!j) return no_memory(r);
+    if (!kind) fresh->groups[i].journal = j;
+    if (j->op_count || g->queued.gathers)
+      status = gmi_group_check_post(m, g, j, kind ? plan_digest(&kind->groups[i], r->op_count) : 0);
+  }
   return status;
 }
 
+/* ---- a new kind */
 /* Each value becomes the least of all ranks', or with most the largest. */
 static gemini_status_t agree(gmi_manager_t *m, const record_t *r, uint32_t group, uint64_t *values, uint32_t count,
                              bool most, const char *label) {
@@ -525,9 +580,7 @@ static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gm
   numbered_t n[GMI_GROUPS] = { 0 };
   gemini_status_t status = number_groups(m, r, n);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    if (!n[i].own) continue;
-    status = agree_on_operators(m, r, i);
-    if (status || !n[i].input.chunk_count) continue;
+    if (!n[i].own || !n[i].input.chunk_count) continue;
     status = plan_share(m, r, trace, n, i, HALF, &kind->groups[i].plan);
     kind->groups[i].chunks = n[i].chunks;
     kind->groups[i].chunk_count = n[i].input.chunk_count;
@@ -558,7 +611,8 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   for (uint32_t i = 1; i < KINDS; i++)
     if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
   kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations, .runs = 1 };
-  gemini_status_t status = plan_groups(m, &g->record, trace, &made);
+  gemini_status_t status = post(m, &g->record, trace, NULL, &made);
+  if (!status) status = plan_groups(m, &g->record, trace, &made); /* behind the comparison of what was posted */
   if (!status) status = agree_on_links(m, &g->record);
   if (status) {
     kind_clear(&made);
@@ -582,12 +636,12 @@ gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t 
   uint32_t index = agreeing(g);
   if (index == GMI_NONE || g->kinds[index].record.op_count != g->record.op_count) return kind_make(m, g, trace);
   kind_t *kind = &g->kinds[index];
+  gemini_status_t status = post(m, &g->record, trace, kind, NULL);
+  if (status) return status;
   kind->last_used = g->iterations;
   /* Times of the first iteration include one-off costs, as those of copies do. */
-  if (++kind->runs == GMI_SETTLE_RUNS + 1) {
-    gemini_status_t status = agree_on_links(m, &g->record);
-    if (status) return status;
-  }
+  if (++kind->runs == GMI_SETTLE_RUNS + 1) status = agree_on_links(m, &g->record);
+  if (status) return status;
   g->ended = index;
   g->ended_new = false;
   fill_gathered(kind, &g->record, trace);

@@ -24,9 +24,9 @@ void gmi_gathers_begin(gmi_manager_t *m, struct gmi_gathers *g); /* of an iterat
  * have. */
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, const char *name, uint32_t phase);
 void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
-/* At the end of an iteration. After one of a new kind, agrees with the other ranks on frames, and blocks. trace: of the
- * iteration; gets the frames that gathered parameters take from now on in each of its operators. PEER: another rank has
- * used other chunks. */
+/* At the end of an iteration. Posts it, for the ranks to compare (chunk/group_check.h). After one of a new kind, agrees
+ * with the other ranks on frames, and blocks. trace: of the iteration; gets the frames that gathered parameters take
+ * from now on in each of its operators. PEER: another rank has used other chunks, in this iteration or the last one. */
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
 /* After gmi_gathers_end(): is it time to choose how many frames hold what the iteration's kind gathers, as an arena is
  * GEMINI_ZERO_AUTO? If so, all ranks of its group choose. trace: of the iteration, with its times; as of

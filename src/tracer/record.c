@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/group.h"
 #include "tracer/variants.h"
 
 /* ---- recording */
@@ -156,6 +157,12 @@ static bool time_of(gmi_manager_t *m, gmi_fence_t fence, uint64_t *ns_out) {
          GEMINI_OK;
 }
 
+/* Counts a wait for a gather or a sum. group, what: as in stall_t. */
+static void count_wait(gmi_manager_t *m, uint8_t group, uint8_t what, uint64_t ns) {
+  gmi_group_t *g = group ? gmi_group_at(m, group - 1u) : NULL;
+  if (g) *(what == GMI_WAITS_GATHER ? &g->waits.gather_ns : &g->waits.sum_ns) += ns;
+}
+
 /* Reads the times of all ended ops whose end has been reached, in order. A time is unknown (UINT64_MAX) if a mark is
  * too old to be read. Foreseen stalls are subtracted from the op's time; unforeseen ones remain part of it, because
  * the planner's model lacks them. Both count in gemini_stats_t.stall_ns. */
@@ -174,6 +181,7 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
       uint64_t before, after;
       known = time_of(m, t->stalls[s].before, &before) && time_of(m, t->stalls[s].after, &after);
       if (known) *(t->stalls[s].unforeseen ? &unforeseen : &stall) += after - before;
+      if (known) count_wait(m, t->stalls[s].group, t->stalls[s].what, after - before);
     }
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
     if (known) m->stats.stall_ns += stall + unforeseen;
@@ -193,7 +201,10 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
   timing_t *k = &t->timings[t->op_index];
   if (!k->stall_count++) k->stall_first = t->stall_count;
   t->stalls[t->stall_count++] = stall;
-  gmi_timeline_slice(m, "wait", "wait for chunk", stall.before, stall.after);
+  const char *name = !stall.group                     ? "wait for chunk"
+                     : stall.what == GMI_WAITS_GATHER ? "wait for gather"
+                                                      : "wait for sum";
+  gmi_timeline_slice(m, "wait", name, stall.before, stall.after);
 }
 
 /* Makes stream wait for fence. If the open op runs on stream, marks before and after the wait measure the stall; on
@@ -203,13 +214,17 @@ gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t f
   if (gmi_fence_reached(m, fence) || (stream != GMI_CALLER && gmi_fence_stream(fence) == stream)) return GEMINI_OK;
   bool count = is_stall(t, stream);
   timing_t *k = count ? &t->timings[t->op_index] : NULL;
+  gmi_group_wait_t what = GMI_WAITS_GATHER;
+  const gmi_group_t *g = count ? gmi_group_waited(m, fence, &what) : NULL;
+  stall_t stall = { .group = (uint8_t)(g ? g->index + 1 : 0), .what = (uint8_t)what };
   if (count && stream == GMI_CALLER) {
     uint64_t begin = m->device.ops->now(m->device.self);
     gemini_status_t status = gmi_fence_sync(m, fence);
-    k->stall_ns += m->device.ops->now(m->device.self) - begin;
+    const uint64_t ns = m->device.ops->now(m->device.self) - begin;
+    k->stall_ns += ns;
+    count_wait(m, stall.group, stall.what, ns);
     return status;
   }
-  stall_t stall = { 0 };
   count = count && t->stall_count < STALLS_LIMIT;
   gemini_status_t status = count ? gmi_fence_now(m, stream, &stall.before) : GEMINI_OK;
   if (!status) status = gmi_fence_wait(m, stream, fence);

@@ -56,6 +56,8 @@ typedef struct { /* the times of an op, read when its end has been reached (gmi_
 typedef struct {
   gmi_fence_t before, after;
   bool unforeseen; /* see gmi_tracer_pause(): the planner's model lacks this wait */
+  uint8_t group;   /* 1 + the index of the group whose gather or sum was waited for; 0: none */
+  uint8_t what;    /* gmi_group_wait_t */
 } stall_t;
 
 /* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under

@@ -201,7 +201,7 @@ OFFSET(gemini_group_config_t, deadline_ns, 24);
 OFFSET(gemini_group_config_t, nccl_comms, 32);
 OFFSET(gemini_group_config_t, comms, 40);
 
-SIZE(gemini_group_stats_t, 88);
+SIZE(gemini_group_stats_t, 104);
 OFFSET(gemini_group_stats_t, struct_size, 0);
 OFFSET(gemini_group_stats_t, rank, 4);
 OFFSET(gemini_group_stats_t, ranks, 8);
@@ -215,6 +215,8 @@ OFFSET(gemini_group_stats_t, reduced_bytes, 56);
 OFFSET(gemini_group_stats_t, planned_gathered_bytes, 64);
 OFFSET(gemini_group_stats_t, planned_reduced_bytes, 72);
 OFFSET(gemini_group_stats_t, planned_fetched_bytes, 80);
+OFFSET(gemini_group_stats_t, gather_wait_ns, 88);
+OFFSET(gemini_group_stats_t, sum_wait_ns, 96);
 
 SIZE(gemini_location_t, 40);
 OFFSET(gemini_location_t, struct_size, 0);

@@ -1,6 +1,7 @@
 /* Plans of managers with sharded arenas. Only public headers. SPDX-License-Identifier: Apache-2.0 */
 #include "../fork.h"
 #include "../process.h"
+#include "../system.h"
 #include "gemini/group.h"
 #include "world.h"
 
@@ -353,6 +354,105 @@ static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
           run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
 }
 
+/* ---- what operators wait for */
+/* An operator on a stream that uses a tensor. Rank 1 comes late to it. */
+static void late_op(rank_t *k, gemini_tensor_t tensor, uint32_t mode, uint32_t number) {
+  char name[24];
+  gemini_access_t use = world_whole(tensor, mode, DEVICE);
+  snprintf(name, sizeof name, "%s %u", mode == GEMINI_READ ? "reads" : "writes", number);
+  if (k->rank == 1) nanosleep(&(struct timespec){ 0, 10000000 }, NULL);
+  CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+  CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
+  CHECK_OK(gemini_release(k->w.mgr, &use, 1, k->w.stream));
+  if (mode == GEMINI_WRITE) CHECK_OK(gemini_tensor_state_set(k->w.mgr, tensor, GEMINI_STATE_READY_FOR_REDUCE));
+  CHECK_OK(gemini_op_end(k->w.mgr));
+}
+static gemini_group_stats_t stats_of(rank_t *k) {
+  gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &s));
+  return s;
+}
+/* Rank 0 waits for gathers, in which rank 1 takes part late; then for frames that sums have left. */
+static void waits_for_others(rank_t *k) {
+  gemini_tensor_t layers[CHUNKS], grad;
+  CHECK_OK(gemini_tensor_unregister(k->w.mgr, k->param));
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
+  }
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (uint32_t i = 0; i < CHUNKS; i++) late_op(k, layers[i], GEMINI_READ, i);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  const gemini_group_stats_t reads = stats_of(k);
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (uint32_t i = CHUNKS; i-- > 0;) {
+    CHECK_OK(gemini_tensor_counterpart(k->w.mgr, layers[i], t.grads, &grad));
+    late_op(k, grad, GEMINI_WRITE, i);
+  }
+  update(&t, halve_anywhere);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  const gemini_group_stats_t writes = stats_of(k);
+  CHECK_EQ(reads.sum_wait_ns, 0);
+  CHECK_EQ(writes.gather_wait_ns, reads.gather_wait_ns);
+  CHECK(reads.gather_wait_ns + writes.sum_wait_ns <= world_stats(&k->w).stall_ns);
+  if (k->rank) return;
+  CHECK(reads.gather_wait_ns > 8000000 * (CHUNKS / 2));
+  CHECK(writes.sum_wait_ns > 8000000);
+}
+static void test_waits_for_gathers_and_sums_are_counted_apart(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 4 }, waits_for_others);
+}
+
+/* ---- a rank that departs from the others in an iteration of a known kind */
+typedef struct {
+  const char *ops; /* one letter each; of which 'b' uses the second chunk, all others the first one */
+  const char *first, *second;
+} departure_t;
+static departure_t departure;
+enum { KNOWN = 4 };
+
+static gemini_status_t one_op(rank_t *k, char name) {
+  const char text[] = { name, 0 };
+  gemini_access_t use = world_part(k->param, name == 'b' ? WORLD_CHUNK : 0, WORLD_CHUNK, GEMINI_READ, DEVICE);
+  gemini_status_t status = gemini_op_begin(k->w.mgr, text, k->w.stream);
+  if (!status) status = gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER);
+  if (!status) status = gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER);
+  return status ? status : gemini_op_end(k->w.mgr);
+}
+static gemini_status_t one_iteration(rank_t *k, const char *ops) {
+  gemini_status_t status = gemini_iteration_begin(k->w.mgr);
+  for (; !status && *ops; ops++) status = one_op(k, *ops);
+  return status ? status : gemini_iteration_end(k->w.mgr);
+}
+/* What is gathered is the same, so nothing but the comparison can notice it, long before the deadline of 60 s. */
+static void departs(rank_t *k) {
+  for (int i = 0; i < KNOWN; i++) CHECK_OK(one_iteration(k, "abcd"));
+  const uint64_t begin_ns = now_ns();
+  gemini_status_t status = one_iteration(k, k->rank == 1 ? departure.ops : "abcd");
+  for (int i = 0; !status && i < 2; i++) status = one_iteration(k, "abcd");
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  CHECK(now_ns() - begin_ns < UINT64_C(10000000000));
+  CHECK_SAYS(world_error().message, "ranks differ in an iteration: after ");
+  CHECK_SAYS(world_error().message, departure.first);
+  CHECK_SAYS(world_error().message, departure.second);
+}
+static void test_ranks_that_differ_in_a_known_iteration_are_told_where(void) {
+  static const departure_t departures[] = {
+    { "abd", "after 2 operators rank 0 has operator c, chunk 0 of arena ", "rank 1 has operator d, chunk 0 of arena " },
+    { "abxd", "after 2 operators rank 0 has operator c, chunk 0", "rank 1 has operator x, chunk 0 of arena " },
+    { "abbd", "after 2 operators rank 0 has operator c, chunk 0", "rank 1 has operator b, chunk 1 of arena " },
+    { "abc", "after 3 operators rank 0 has operator d, chunk 0 of arena ", "rank 1 has the end of the iteration" },
+    { "abcdc", "after 4 operators rank 0 has the end of the iteration", "rank 1 has operator c, chunk 0 of arena " },
+  };
+  for (uint32_t ranks = 2; ranks <= 3; ranks++)
+    for (size_t i = 0; i < sizeof departures / sizeof *departures; i++) {
+      departure = departures[i];
+      run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_STATES, .device_chunks = 12 }, departs);
+    }
+}
+
 int main(void) {
   process_begin();
   RUN(test_peaks_at_different_times_do_not_add_up);
@@ -362,5 +462,7 @@ int main(void) {
   RUN(test_auto_gathers_as_seldom_as_the_best_stage);
   RUN(test_auto_leaves_frames_to_states_that_are_worth_more);
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
+  RUN(test_waits_for_gathers_and_sums_are_counted_apart);
+  RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
   return check_done();
 }

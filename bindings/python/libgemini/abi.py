@@ -374,6 +374,8 @@ class GroupStats(_Sized):
         ("planned_gathered_bytes", c_uint64),
         ("planned_reduced_bytes", c_uint64),
         ("planned_fetched_bytes", c_uint64),
+        ("gather_wait_ns", c_uint64),
+        ("sum_wait_ns", c_uint64),
     ]
 
 

@@ -339,17 +339,194 @@ def tensor_parallel(*, parts, clip, count=4):
         )
         data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
         with session(zero=2, process_group=data):
-            try:
-                parallel = torch.distributed.tensor.parallel
-                plan = {"0": parallel.ColwiseParallel()}
-                gm.prepare(parallel.parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tensor"], plan))
-            except gm.GeminiError as error:
-                text = str(error)
             made, norms = Parallel(tensor, rank % parts, parts), []
             made, optimizer = gm.prepare(made, adamw(made))
             optimizer.register_step_pre_hook(lambda *_: norms.append(clip_over_parts(made, tensor, clip)))
             out = steps(made, optimizer, "parallel", **share(processes // parts, rank // parts), count=count)
-            return {**out, "norms": norms, "state": state(made, optimizer), "refused": text}
+            return {**out, "norms": norms, "state": state(made, optimizer)}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Divided(nn.Module):
+    """Blocks for all parallel styles of torch: an embedding, norms of sequences, columns and rows; the last layer is no
+    part of them.
+    """
+
+    def __init__(self, blocks=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(WIDTH),
+                    "up": nn.Linear(WIDTH, 2 * WIDTH),
+                    "down": nn.Linear(2 * WIDTH, WIDTH),
+                }
+            )
+            for _ in range(blocks)
+        )
+        self.last = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids, labels):
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = x + block["down"](torch.tanh(block["up"](block["norm"](x))))
+        return {"loss": nn.functional.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())}
+
+
+def divide(model, mesh):
+    """Divides a Divided as torch's parallel styles do."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    parallel = torch.distributed.tensor.parallel
+    plan = {"tokens": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+    for number in range(len(model.blocks)):
+        plan[f"blocks.{number}.norm"] = parallel.SequenceParallel()
+        plan[f"blocks.{number}.up"] = parallel.ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = parallel.RowwiseParallel()
+    for number in range(len(model.blocks)):  # what a norm of sequences takes: this process's part of the text
+        model.blocks[number]["norm"].register_forward_pre_hook(
+            lambda _, inputs: (
+                torch.distributed.tensor.DTensor.from_local(
+                    inputs[0], mesh, [Replicate()], run_check=False
+                ).redistribute(placements=[Shard(1)]),
+            )
+        )
+    return parallel.parallelize_module(model, mesh, plan)
+
+
+def whole(values):
+    """A state whose DTensors are put together, by all processes of their mesh."""
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values.items()}
+
+
+def refusals_of_dtensors(mesh, data):
+    """What prepare() and functions say of what is not supported."""
+    parallel, said = torch.distributed.tensor.parallel, {}
+
+    def note(name, function):
+        try:
+            function()
+        except (gm.GeminiError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def linear(columns=8, over=mesh["tensor"]):
+        made = nn.Sequential(nn.Linear(8, columns))
+        return parallel.parallelize_module(made, over, {"0": parallel.ColwiseParallel()})
+
+    note("uneven", lambda: gm.prepare(linear(columns=7)))
+    note("ranks", lambda: gm.prepare(linear(over=mesh["data"])))
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    made = nn.Linear(8, 8)
+    made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), mesh, [Shard(0), Replicate()]))
+    note("two dimensions", lambda: gm.prepare(made))
+    made = linear()
+    made(torch.ones(2, 8)).sum().backward()
+    note("gradient", lambda: gm.prepare(made))
+    made = linear()
+    if data.size() == 1:
+        note("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1)))
+    gm.prepare(made)
+    weight = made[0].weight
+    note("view", lambda: weight.t())
+    note("unit", lambda: gm.unit(made[0]))
+    note("mixed", lambda: weight @ torch.ones(8))
+    note("tensor()", lambda: torch.tensor(weight))
+    made(torch.ones(2, 8)).sum().backward()
+    note("other norm", lambda: torch.linalg.vector_norm(weight.grad, 1))
+    note("elements", lambda: weight.grad.abs().max().full_tensor())
+    note(
+        "scaler",
+        lambda: torch.amp.GradScaler("cpu")._unscale_grads_(
+            torch.optim.SGD([weight]), torch.ones(()), torch.zeros(1), True
+        ),
+    )
+    made.zero_grad()
+    return said
+
+
+def by_torch_alone(mesh, clip, **more):
+    """What torch alone makes of a Divided, over the same processes."""
+    data, made, norms = mesh.get_group("data"), divide(Divided(), mesh["tensor"]), []
+
+    def gradients():
+        return [getattr(param.grad, "_local_tensor", param.grad) for param in made.parameters()]
+
+    def mean(*_):
+        for grad in gradients():
+            torch.distributed.all_reduce(grad, group=data)
+            grad.div_(data.size())
+
+    def clip_all(*_):
+        for most in (clip, 0.8 * clip) if clip else ():
+            # torch's clip_grad_norm_() does not take DTensors and other tensors together.
+            squares = [torch.linalg.vector_norm(param.grad).square() for param in made.parameters()]
+            norm = sum(one.full_tensor() if hasattr(one, "full_tensor") else one for one in squares).sqrt()
+            norms.append(float(norm))
+            for grad in gradients():
+                grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+
+    optimizer = adamw(made, foreach=False)
+    optimizer.register_step_pre_hook(mean)
+    optimizer.register_step_pre_hook(clip_all)
+    out = steps(made, optimizer, "tokens", **more)
+    return {**out, "norms": norms[::2], "after": norms[1::2], "state": whole(state(made, optimizer))}
+
+
+def divided(*, parts, folder, clip=0.1, **more):
+    """Trains a model that torch divides into `parts`, and what torch alone makes of the same. Saves, and loads into
+    another model.
+    """
+    rank, processes = rank_and_count()
+    torch.distributed.init_process_group("gloo")
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (processes // parts, parts), mesh_dim_names=("data", "tensor")
+        )
+        data, more = mesh.get_group("data"), {**share(processes // parts, rank // parts), **more}
+        out = {"wanted": by_torch_alone(mesh, clip, **more), "unclipped": by_torch_alone(mesh, 0.0, **more)}
+        with session(zero=2, process_group=data):
+            made = divide(Divided(), mesh["tensor"])
+            made, optimizer = gm.prepare(made, adamw(made))
+            out["made"] = steps(made, optimizer, "tokens", **more, clip=clip)
+            gm.save(folder, made, optimizer, extra={"step": 4})
+            out["files"] = sorted(os.listdir(folder))
+            out["made"]["state"] = whole(state(made, optimizer))
+            out["shape"] = tuple(made.tokens.weight.shape), made.tokens.weight.numel()
+            out["mean"] = float(made.blocks[0]["up"].weight.detach().mean().full_tensor())
+        if "micro" not in more:
+            with session(process_group=data):
+                made = divide(Divided(), mesh["tensor"])
+                made, optimizer = gm.prepare(made, adamw(made), step_in_backward=True)
+                out["early"] = steps(made, optimizer, "tokens", **more)
+                out["early"]["state"] = whole(state(made, optimizer))
+        with session(process_group=data):
+            other = divide(Divided(), mesh["tensor"])
+            other, optimizer = gm.prepare(other, adamw(other))
+            out["extra"] = gm.load(folder, other, optimizer)
+            out["loaded"] = whole(state(other, optimizer))
+            values, states = other.state_dict(), optimizer.state_dict()
+            kept = {name: value.clone() for name, value in values.items()}
+            with torch.no_grad():
+                for param in other.parameters():
+                    param.zero_()
+            out["zero"] = {name: value for name, value in whole(state(other, optimizer)).items() if name in kept}
+            other.load_state_dict(kept)
+            optimizer.load_state_dict(states)
+            out["again"] = whole(state(other, optimizer))
+        with session(process_group=data):
+            undivided = Divided()
+            undivided, _ = gm.prepare(undivided, adamw(undivided))
+            try:
+                gm.load(folder, undivided)
+            except gm.GeminiError as error:
+                out["undivided"] = str(error)
+        with session(process_group=data):
+            out["refused"] = refusals_of_dtensors(mesh, data)
+        return out
     finally:
         torch.distributed.destroy_process_group()
 

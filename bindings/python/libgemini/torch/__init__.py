@@ -300,8 +300,9 @@ def prepare(
     A call of the prepared model begins a training step, so prepare the module that the training loop calls.
 
     Args:
-        model: Its parameters stay the same objects, of the same shapes, and keep their addresses from now on. Its
-            floating-point parameters are float32, bfloat16 or float16, and none is on the meta device.
+        model: Its parameters stay the same objects, of the same shapes, and keep their addresses from now on; in the
+            place of DTensors, as of parallelize_module(), come others (docs/pytorch.md). Its floating-point parameters
+            are float32, bfloat16 or float16, and none is on the meta device.
         optimizer: An optimizer over the model's parameters, which has not made a step.
         step_in_backward: Each backward pass is a step: a parameter is updated as soon as its gradient is complete, and
             optimizer.step() only ends the step. This hides most of the update, and gradients of 16 bits need no memory
@@ -579,7 +580,7 @@ def load_weights(model: _torch.nn.Module, folder: _Path, *, verify: bool = True,
         OSError: A file cannot be read.
     """
     owner = session()
-    with _checkpoint.together(owner):
+    with _checkpoint.together(owner, _checkpoint.Mesh(model)):
         source = _checkpoint.Folder(folder)
     _checkpoint.load_weights(owner, model, source, verify, owner.progress if progress is None else progress)
 

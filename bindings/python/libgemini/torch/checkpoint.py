@@ -32,6 +32,7 @@ from ..abi import GeminiError
 from ..manager import parse_bytes
 from . import internals, tensorfile
 from .arenas import DTYPES, Place
+from .division import Mesh, divided
 from .model import Record
 from .optim import Optimizer
 from .progress import Progress
@@ -40,7 +41,9 @@ from .states import copies
 logger = logging.getLogger("libgemini")
 VERSION = 1
 MARK, TRAINING, SAVING = "libgemini.json", "training.pt", ".saving"
-OURS = re.compile(r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|training\.pt|libgemini\.json")
+OURS = re.compile(
+    r"(model|optimizer)(-part-\d{5}-of-\d{5})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|training\.pt|libgemini\.json"
+)
 
 
 # ---- one folder in the place of another
@@ -215,9 +218,9 @@ def _link(old, new):
         shutil.copy2(old, new, follow_symlinks=False)
 
 
-def together(session):
-    """A context manager: an exception on one of several ranks is one on all of them."""
-    return session.ranks.together() if session.ranks else contextlib.nullcontext()
+def together(session, mesh):
+    """A context manager: an exception on one of several processes is one on all of them."""
+    return mesh.together(session.ranks)
 
 
 # ---- what is saved
@@ -260,7 +263,7 @@ def _parameter_names(optimizer, model):
     return [names[id(record.param)] for record in optimizer.records]
 
 
-def _training_state(session, optimizer, model):
+def _training_state(session, optimizer, model, mesh):
     """The tensors for optimizer.safetensors, and the rest for training.pt."""
     names = _parameter_names(optimizer, model)
     tensors: list[typing.Any] = []
@@ -276,9 +279,9 @@ def _training_state(session, optimizer, model):
     rng = {"cpu": torch.get_rng_state()}
     if session.cuda:
         rng["cuda"] = torch.cuda.get_rng_state(session.device)
-    rngs = [rng]
-    if session.ranks:
-        rngs = session.ranks.meet(rng)
+    rngs = session.ranks.meet(rng) if session.ranks else [rng]
+    # Of each rank, the processes with its parts one after the other.
+    rngs = [rng for row in zip(*mesh.gather(rngs)) for rng in row]
     left = iter(names)
     groups = [{**group, "params": [next(left) for _ in group["params"]]} for group in optimizer.param_groups]
     training = {
@@ -286,7 +289,7 @@ def _training_state(session, optimizer, model):
         "small": small,
         "arena": arena,
         "rng": rngs[0],
-        "rngs": rngs,  # of all ranks
+        "rngs": rngs,  # of all processes
         "others": copies(optimizer.rule.others()),
     }
     return tensors, training
@@ -349,7 +352,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     if not most_bytes:
         raise ValueError("max_shard is 0: want at least 1 byte")
     folder = os.path.realpath(folder)
-    ranks = session.ranks
+    ranks, mesh = session.ranks, Mesh(model)
     if ranks:
         ranks.meet()
     session.backward.settle()
@@ -358,29 +361,32 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
         if value.is_meta:
             raise GeminiError(f"{names[0]} is on the meta device: load it before the model is saved")
         weights.append((names[0], _stored(value)))
-    states, training = _training_state(session, optimizer, model) if optimizer is not None else ([], {})
+    states, training = _training_state(session, optimizer, model, mesh) if optimizer is not None else ([], {})
     data = _pickled({**training, "extra": extra})
     total = sum(_size(value) for _, value in weights + states)
-    first = ranks is None or ranks.rank == 0
+    first = (ranks is None or ranks.rank == 0) and mesh.index == 0
     # An exception on any rank is one on all ranks, so that the first one, which has the folder, leaves the old one.
     with contextlib.ExitStack() as stack, Progress(f"saving {folder}", total, progress) as bar:
         new = folder + SAVING
-        with together(session):
+        with together(session, mesh):
             if first:
                 stack.enter_context(_replacing(folder))
         sums: dict[str, int] = {}
-        _write_shards(new, "model", weights, most_bytes, sums, bar, ranks)
-        if optimizer is not None:
-            _write_shards(new, "optimizer", states, most_bytes, sums, bar, ranks)
-        with together(session):
+        with mesh.together(None):
+            _write_shards(new, mesh.stem("model"), weights, most_bytes, sums, bar, ranks)
+            if optimizer is not None:
+                _write_shards(new, mesh.stem("optimizer"), states, most_bytes, sums, bar, ranks)
+        sums = {file: sum for part in mesh.gather(sums) for file, sum in part.items()}
+        with together(session, mesh):
             if first:
                 with open(os.path.join(new, TRAINING), "wb") as file:
                     file.write(data)
                 _write_config(model, new)
-                _write_json(
-                    os.path.join(new, MARK), {"version": VERSION, "training": zlib.crc32(data), "tensors": sums}
-                )
-        with together(session):
+                mark = {"version": VERSION, "training": zlib.crc32(data), "tensors": sums}
+                if mesh.layouts:
+                    mark["parts"] = mesh.layouts
+                _write_json(os.path.join(new, MARK), mark)
+        with together(session, mesh):
             stack.close()
 
 
@@ -410,6 +416,18 @@ class Folder:
 
     def file(self, name):
         return os.path.join(self.path, name)
+
+    def check_parts(self, mesh):
+        """Raises GeminiError unless it was saved of a model that torch divides in the same way."""
+        saved = (self.mark or {}).get("parts", {})
+        for name in [*mesh.layouts, *saved]:
+            theirs, own = (layouts.get(name, "not divided by torch") for layouts in (saved, mesh.layouts))
+            if theirs != own:
+                raise GeminiError(
+                    f"{self.path}: parameter {name} is {theirs} there, and {own} in the model: load it before "
+                    "parallelize_module(), or into a model that is divided in the same way",
+                    "FORMAT",
+                )
 
     def entries(self, stem):
         """The Entry of each tensor in model.safetensors, optimizer.safetensors or their shards, by name."""
@@ -469,6 +487,8 @@ def _plan_weights(folder, model, entries):
     prefix = getattr(model, "base_model_prefix", "")
     plan, missing, used = [], [], set()
     for names, value in _tensors_of(model):
+        if divided(value):
+            raise GeminiError(f"{names[0]} is a DTensor: load it before parallelize_module(), or after prepare()")
         candidates = list(names)
         if prefix:
             candidates += [name.removeprefix(prefix + ".") for name in names] + [f"{prefix}.{name}" for name in names]
@@ -478,10 +498,9 @@ def _plan_weights(folder, model, entries):
             continue
         entry = entries[found]
         used.update(candidates)
-        if entry.shape != tuple(value.shape):
-            raise GeminiError(
-                f"{entry.file}: {found} has shape {entry.shape}, in the model it has {tuple(value.shape)}", "FORMAT"
-            )
+        shape = tuple(_stored(value).shape)
+        if entry.shape != shape:
+            raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, in the model it has {shape}", "FORMAT")
         if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
             raise GeminiError(
                 f"{entry.file}: {found} is of {entry.dtype}, in the model it is of {value.dtype}", "FORMAT"
@@ -569,10 +588,10 @@ def _weight_job(session, entry, name, value):
     return entry, make, lambda: None
 
 
-def _plan_states(folder, training, optimizer, model):
+def _plan_states(folder, training, optimizer, model, mesh):
     """For each record (record, layout, {state: entry}). rules.py explains layouts."""
     names = _parameter_names(optimizer, model)
-    entries = folder.entries("optimizer")
+    entries = folder.entries(mesh.stem("optimizer"))
     groups = training["groups"]
     optimizer.rule.check_others(training.get("others", {}))
     optimizer.check_groups(groups)
@@ -603,10 +622,12 @@ def _plan_states(folder, training, optimizer, model):
 
 def load_weights(session, model, folder, verify, progress, strict=False, states=(), optimizer=None, borrows=False):
     """See libgemini.torch.load_weights(); borrows as of tensorfile.read()."""
-    with together(session):
+    mesh = Mesh(model)
+    with together(session, mesh):
+        folder.check_parts(mesh)
         if any(param.is_meta for param in model.parameters()) and hasattr(model, "tie_weights"):
             model.tie_weights()
-        entries = folder.entries("model")
+        entries = folder.entries(mesh.stem("model"))
         plan, unexpected = _plan_weights(folder, model, entries)
         if unexpected:
             text = f"{folder.path} has {len(unexpected)} tensors that the model has not, first {unexpected[0]}"
@@ -616,7 +637,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         buffers = _meta_buffers(model)
     wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
     if verify:
-        with together(session):
+        with together(session, mesh):
             if not session.ranks or session.ranks.rank == 0:  # one rank reads all bytes for the others
                 folder.verify(wanted, progress)
     session.backward.settle()
@@ -626,7 +647,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
             places = optimizer.rule.renew(record, layout)
             jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
         total = sum(entry.size_bytes for entry in wanted)
-        with together(session), Progress(f"loading {folder.path}", total, progress) as bar:
+        with together(session, mesh), Progress(f"loading {folder.path}", total, progress) as bar:
             _read_all(jobs, bar, borrows)
         _compute_buffers(session, model, buffers)
         if optimizer is None:
@@ -686,20 +707,22 @@ def from_folder(session, folder, verify, progress, in_place):
 
 def load(session, folder, model, optimizer, verify, progress):
     """See libgemini.torch.load()."""
-    states = ()
-    with together(session):
+    states, mesh = (), Mesh(model)
+    with together(session, mesh):
         folder = Folder(folder)
+        folder.check_parts(mesh)
         training = folder.training()
         if optimizer is not None:
             if training is None or "groups" not in training:
                 raise GeminiError(f"{folder.path} holds no state of an optimizer: load it without one", "NOT_FOUND")
-            states = _plan_states(folder, training, optimizer, model)
+            states = _plan_states(folder, training, optimizer, model, mesh)
     load_weights(session, model, folder, verify, progress, folder.mark is not None, states, optimizer)
     if optimizer is not None:
         optimizer.zero_grad()
         optimizer.rule.set_others(training.get("others", {}))
         optimizer.set_groups(training["groups"])
-        rngs, rank = training.get("rngs", [training["rng"]]), session.ranks.rank if session.ranks else 0
+        rngs = training.get("rngs", [training["rng"]])
+        rank = (session.ranks.rank if session.ranks else 0) * mesh.count + mesh.index
         if rank < len(rngs):  # otherwise there were fewer ranks: this one keeps its own
             torch.set_rng_state(rngs[rank]["cpu"])
             if session.cuda and "cuda" in rngs[rank]:

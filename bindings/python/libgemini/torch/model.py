@@ -26,6 +26,7 @@ from ..abi import GeminiError
 from . import internals, patches, rows
 from .arenas import DTYPES, Place, in_backward
 from .blocks import Blocks
+from .division import Division, ManagedLocalParameter, local_view, localize
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
 from .progress import Progress
@@ -62,6 +63,8 @@ class Record:
         self.name = name
         self.place = typing.cast(Place, None)  # until allocate()
         self.grad_place: typing.Any = None  # a Place, from attach() on
+        # How torch divides the parameter, of which this is a part; otherwise None.
+        self.division: Division | None = getattr(param, "_gm_division", None)
         # Places by kind, once an optimizer needs them.
         self.states: dict[str, Place] = {}
         # The rule of the optimizer that updates the parameter.
@@ -114,15 +117,22 @@ class Record:
 
     @property
     def norm(self):
-        """The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known."""
-        self.session.backward.norm_asked = True
-        if self.known_norm is None and self.session.ranks and self.has_grad:
-            self.known_norm = self.session.ranks.norm(self)
-        return self.known_norm
+        """The norm of the gradient (the stored one, times scale), as a tensor on the device; None: not known.
+
+        If torch divides the parameter, that of the whole.
+        """
+        return self.division.norm(self) if self.division is not None and self.has_grad else self.part_norm()
 
     @norm.setter
     def norm(self, value):
         self.known_norm = value
+
+    def part_norm(self):
+        """The norm of what this session has of the gradient. See norm."""
+        self.session.backward.norm_asked = True
+        if self.known_norm is None and self.session.ranks and self.has_grad:
+            self.known_norm = self.session.ranks.norm(self)
+        return self.known_norm
 
     def rename(self, name):
         """Gives the parameter, its gradient and its states a name, which messages have."""
@@ -181,7 +191,7 @@ class Record:
                 param.data = self.place.tensor
             if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
-        param.__class__ = parameter_class(param)
+        param.__class__ = parameter_class(param) if self.division is None else ManagedLocalParameter
         param._gm_place = self.place
         if isinstance(param, ManagedNumber):
             param._gm_raw = self.place.tensor.detach()
@@ -389,7 +399,8 @@ class Record:
             with _plain():
                 return _get_grad(self.param)
         if self.view is None:
-            self.view = managed_view(self.grad_place)
+            place = self.grad_place
+            self.view = managed_view(place) if self.division is None else local_view(place, self.division)
             self.view._gm_grad = self
             self.view._gm_generation = self.generation
         return self.view
@@ -407,6 +418,11 @@ class Record:
                     "all ranks make their part"
                 )
         place = self.place
+        if self.division is not None and values is not None and values is not self.view:
+            raise GeminiError(
+                f"{self.name}.grad is set, of a DTensor of which this process has a part: its gradients come from "
+                "backward passes"
+            )
         if isinstance(values, torch.Tensor):
             if values.shape != place.shape or values.dtype != place.dtype:
                 raise GeminiError(
@@ -586,11 +602,6 @@ def adopt(session, param, name):
     if param.is_meta:
         return None
     if not _is_plain(param):
-        if param.requires_grad and isinstance(getattr(param, "_local_tensor", None), torch.Tensor):
-            raise GeminiError(
-                f"parameter {name} is a {type(param).__name__}, which torch divides itself: want an nn.Parameter of "
-                "its local tensor (to_local()), and a module that does what its parallel style did"
-            )
         if param.requires_grad:
             raise GeminiError(
                 f"parameter {name} is a {type(param).__name__}, which would lose its class: want nn.Parameter itself"
@@ -823,6 +834,8 @@ class Model:
                 )
             if session.ranks:
                 session.ranks.refuse_gradient(param, name)
+        if not self.weights_only:
+            localize(session, module)
         params = dict(module.named_parameters())
         self.refuse_aliases(params)
         views = self.buffers_over(params)

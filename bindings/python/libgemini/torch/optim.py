@@ -21,6 +21,7 @@ from . import internals
 from .adamw import AdamwRule, fused_rule
 from .arenas import Place
 from .brackets import level_of_caller
+from .division import localize_groups, refuse_rule, to_parts
 from .internals import plain as _plain
 from .slicerule import slice_rule
 from .states import States, copies
@@ -64,8 +65,11 @@ class Optimizer(torch.optim.Optimizer):
             )
         self.session = session
         self.inner = inner
+        localize_groups(inner)
         self.records = self.find(inner.param_groups)
         rule: typing.Any = fused_rule(session, inner)
+        if rule is None and not session.ranks:
+            refuse_rule(inner, self.records)
         if rule is None:
             rule = slice_rule(session, inner) if session.ranks else TorchRule(session, inner)
         initial = {}
@@ -324,6 +328,11 @@ class Optimizer(torch.optim.Optimizer):
                 name: value.read() if isinstance(value, Place) else copies(value)
                 for name, value in self.rule.states(record).items()
             }
+            if record.division is not None:
+                values = {
+                    name: record.division.whole(value) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for name, value in values.items()
+                }
             if values:
                 state[number] = values
         out = {"state": {**state, **copies(self.rule.others())}, "param_groups": groups}
@@ -358,6 +367,7 @@ class Optimizer(torch.optim.Optimizer):
         layouts, numbers = [], [number for group in groups for number in group["params"]]
         others = {key: value for key, value in state.items() if key not in set(numbers)}
         self.rule.check_others(others)
+        state = {number: to_parts(record, state.get(number, {})) for number, record in zip(numbers, self.records)}
         for number, record in zip(numbers, self.records):
             layout = self.rule.layout_of(record, state.get(number, {}))
             if "master" in record.states:

@@ -425,6 +425,7 @@ class Ranks:
             [
                 f"parameter {name} of {tuple(one.place.shape)}, {str(one.place.dtype).removeprefix('torch.')}, "
                 f"{'trained' if one.param.requires_grad else 'frozen'}, at byte {one.place.offset}"
+                f"{f', {one.division}' if one.division is not None else ''}"
                 for name, one in records.items()
             ],
         )

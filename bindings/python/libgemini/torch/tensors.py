@@ -32,6 +32,7 @@ from .layout import is_dense
 if typing.TYPE_CHECKING:
     from .arenas import Place
     from .blocks import Block
+    from .division import Division
     from .model import Model, Record
     from .unit import Unit
 
@@ -1082,6 +1083,7 @@ class ManagedTensor(torch.Tensor):
     _gm_grad: Record | None = None  # of a parameter's gradient: the record of the parameter
     _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
     _gm_unit = False  # whether it is a parameter, or a buffer, of a unit
+    _gm_division: Division | None = None  # of a part of a parameter that torch divides; see division.py
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -1313,6 +1315,12 @@ def with_managed(function, name, args, kwargs):
     _collect(kwargs.values(), tensors)
     if not tensors:
         return function(*args, **kwargs)
+    for tensor in tensors:
+        if tensor._gm_division is not None:
+            raise GeminiError(
+                f"{tensor._gm_place.name} is this process's part of a DTensor, which {name}() takes for all of it: "
+                "give it a to_local() or a clone()"
+            )
 
     def apply(*args, **kwargs):
         with internals.as_usual():

@@ -141,6 +141,12 @@ class Unit:
         self.session = session
         tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
         for tensor in tensors:
+            if tensor._gm_division is not None:
+                raise GeminiError(
+                    f"{tensor._gm_place.name} is this process's part of a DTensor, which a unit, here {name}, would "
+                    "take for the whole: compiled modules and gm.unit() need plain parameters"
+                )
+        for tensor in tensors:
             tensor._gm_unit = True
             if isinstance(tensor, ManagedNumber):  # within a unit it is a plain tensor, and its bytes are there
                 become_tensor(tensor)
