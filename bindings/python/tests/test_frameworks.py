@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import page
 from libgemini import GeminiError, Manager, Range, views
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
@@ -53,6 +54,13 @@ def test_numpy_takes_a_range_without_a_copy(filled):
         assert (taken.data_ptr() if isinstance(taken, torch.Tensor) else address(taken)) == one.address
         np.testing.assert_array_equal(np.asarray(taken), values)
     assert np.asarray(one.view("int16", (2, 3, 200))).strides == (1200, 400, 2)
+
+
+def test_the_page_adds_as_it_stands():
+    """The first of its blocks; test_jax.py runs all."""
+    names = {}
+    exec(page.BLOCK.findall((EXAMPLES.parent / "docs" / "frameworks.md").read_text())[0], names)
+    assert names["total"] == pytest.approx(8 * 256 * 256 * 9)
 
 
 def test_what_is_written_to_an_array_is_in_the_arena(manager):

@@ -18,6 +18,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 import libgemini.jax as gj  # noqa: E402
+import page  # noqa: E402
 from libgemini import GeminiError, Manager  # noqa: E402
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "train_jax.py"
@@ -60,6 +61,12 @@ def test_a_transformer_trains_within_30_percent_like_plain_jax():
     model, peak, budget, planned = map(int, said.groups())
     assert peak <= budget <= 0.31 * model and planned >= 12
     assert len(re.findall(r"\d\.\d{7}", run.stdout)) == 32
+
+
+def test_the_page_trains_as_it_stands():
+    names = page.run(EXAMPLE.parents[1] / "docs" / "frameworks.md")
+    losses = names["losses"]
+    assert len(losses) == 5 and losses[4] < losses[3] < losses[0]
 
 
 def test_values_of_all_layers_come_back(manager):
