@@ -226,7 +226,8 @@ class Layers:
             tree: Its parameters: a tree of arrays of JAX or NumPy of the dtype of all. They are not kept.
 
         Raises:
-            GeminiError: Status "EXISTS": the name is taken. Or there is no room in the tiers below the device.
+            GeminiError: Status "EXISTS": the name is taken. Or there is no room in the tiers below the device; the
+                layer's place in the arenas stays taken.
             ValueError: A leaf has another dtype, or no elements.
         """
         if name in self._layers:
@@ -238,18 +239,25 @@ class Layers:
                     f"{name}{jax.tree_util.keystr(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)} of shape "
                     f"{getattr(leaf, 'shape', ())}: want {self.dtype} with at least one element"
                 )
-        leaves = []
-        for number, (path, leaf) in enumerate(paths):
-            text = f"{name}{jax.tree_util.keystr(path)}".encode()
-            title = (text if len(text) <= 127 else text[:110] + f" {number}".encode()).decode(errors="ignore")
-            tensor = self.manager.tensor(self._params, title, leaf.size * (4 if self.dtype == "float32" else 2))
-            handles = [
-                tensor if arena == self._params else self.manager.tensor_counterpart(tensor, arena)
-                for arena in self._arenas.values()
-            ]
-            leaves.append(_Leaf(tuple(leaf.shape), tuple(handles)))
-        self._layers[name] = _Layer(leaves, structure)
-        self.set_values(name, tree)
+        leaves: list[_Leaf] = []
+        try:
+            for number, (path, leaf) in enumerate(paths):
+                text = f"{name}{jax.tree_util.keystr(path)}".encode()
+                title = (text if len(text) <= 127 else text[:110] + f" {number}".encode()).decode(errors="ignore")
+                tensor = self.manager.tensor(self._params, title, leaf.size * (4 if self.dtype == "float32" else 2))
+                leaves.append(_Leaf(tuple(leaf.shape), (tensor,)))
+                handles = [
+                    tensor if arena == self._params else self.manager.tensor_counterpart(tensor, arena)
+                    for arena in self._arenas.values()
+                ]
+                leaves[-1] = _Leaf(tuple(leaf.shape), tuple(handles))
+            self._layers[name] = _Layer(leaves, structure)
+            self.set_values(name, tree)
+        except BaseException:
+            self._layers.pop(name, None)
+            for one in leaves:
+                self.manager.tensor_unregister(one.tensors[0])
+            raise
 
     def set_values(self, name: str, tree: typing.Any, what: str = "param") -> None:
         """Overwrites values of a layer, by way of the host, for example with those of a saved file.

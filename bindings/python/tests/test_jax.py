@@ -339,6 +339,11 @@ def test_what_is_refused(manager):
             layers.call("large", lambda params: params["w"].sum())
         assert error.value.status == "OOM_DEVICE"
     same(layers.values("large"), too_large)
+    for _ in range(2):  # a layer that was not added has left its names
+        with pytest.raises(GeminiError) as error:
+            layers.add("huge", {"small": values(0, 4), "w": values(0, 1500, 1500)})
+        assert error.value.status == "INVALID" and "huge" not in layers._layers  # of addresses
+    layers.add("huge", {"small": values(0, 4)})
 
 
 def test_without_jax_the_error_says_what_to_install():
