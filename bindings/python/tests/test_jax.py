@@ -63,6 +63,44 @@ def test_a_transformer_trains_within_30_percent_like_plain_jax():
     assert len(re.findall(r"\d\.\d{7}", run.stdout)) == 32
 
 
+# As on a GPU, as far as the manager knows: its CUDA device over the fake driver, whose copies run on threads
+# of their own. JAX is on CPUs, for which that memory is the process's. The fake driver has no kernels of updates.
+ON_A_FAKE_GPU = """
+import ctypes, runpy, sys
+import libgemini.manager, libgemini.views
+libgemini.manager.CUDA = libgemini.views.CPU
+import libgemini.jax
+
+class Driver:
+    def __init__(self, ordinal):
+        pass
+
+    def copy(self, parts):
+        for to, source, size in parts:
+            ctypes.memmove(to, source, size)
+
+libgemini.jax._Driver = Driver
+sys.argv = [sys.argv[1], "--cuda", "--placement", "cpu", "--width", "256", "--layers", "8", "--steps", "4"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_transformer_trains_in_a_fake_gpus_memory(tmp_path):
+    build = os.environ.get("LIBGEMINI_DIR") or pytest.skip("LIBGEMINI_DIR names no build, in which the driver would be")
+    driver = pathlib.Path(build) / "tests" / "tester" / "libfake_cuda_driver.so"
+    (tmp_path / "libcuda.so.1").symlink_to(driver.resolve(strict=True))
+    found = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    run = subprocess.run(
+        [sys.executable, "-c", ON_A_FAKE_GPU, EXAMPLE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        env={**os.environ, "LD_LIBRARY_PATH": found, "JAX_PLATFORMS": "cpu"},
+    )
+    assert run.returncode == 0 and "(30.0%)" in run.stdout, run.stdout
+
+
 def test_the_page_trains_as_it_stands():
     names = page.run(EXAMPLE.parents[1] / "docs" / "frameworks.md")
     losses = names["losses"]
