@@ -32,7 +32,8 @@ class Allocator:
     """CuPy's allocations out of a manager's device budget, from its making to close(), or the end of a with block.
 
     Memory that CuPy frees can be reused at once, by work behind what its stream has queued so far. CuPy's own pool is
-    not used: the manager takes its place.
+    not used: the manager takes its place. Meanwhile Manager.update() and stream_call() are refused, as CuPy holds
+    Python's lock while it allocates.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -40,11 +41,19 @@ class Allocator:
             raise abi.GeminiError("CuPy computes on GPUs: open the manager with cuda=True", "UNSUPPORTED")
         if manager in _served:
             raise abi.GeminiError("CuPy allocates from this manager already", "EXISTS")
+        manager._calls.bar(
+            "CuPy allocates from this manager, and holds Python's lock meanwhile: a function of Python's that an "
+            "allocation waits for would wait for the lock. Use adamw(), or close the allocator first"
+        )
         self._lib = manager.lib
         self._manager = manager
         # By stream, as each allocator of functions is for one. The streams are kept: the manager refers to them.
         self._by_stream: dict[int, tuple[typing.Any, typing.Any]] = {}
-        manager.hook_set()
+        try:
+            manager.hook_set()
+        except abi.GeminiError:
+            manager._calls.bar("")
+            raise
         _served.add(manager)
         self._before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(self.malloc)
@@ -81,6 +90,7 @@ class Allocator:
             self._open = False
             cupy.cuda.set_allocator(self._before)
             _served.discard(self._manager)
+            self._manager._calls.bar("")
             if self._manager.handle:  # closing it has ended the service, too
                 self._manager.hook_clear()
 
@@ -101,7 +111,8 @@ def use(manager: Manager) -> Allocator:
         The allocator, for its close() or a with block; it may be ignored.
 
     Raises:
-        GeminiError: Status "UNSUPPORTED": the manager is of the simulated device. "EXISTS": CuPy allocates from this
+        GeminiError: Status "UNSUPPORTED": the manager is of the simulated device. "BUSY": a function of stream_call()
+            has not run yet. "EXISTS": CuPy allocates from this
             manager already, or another one serves the GPU.
     """
     return Allocator(manager)

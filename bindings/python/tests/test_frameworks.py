@@ -281,6 +281,13 @@ with Manager(device_memory="8MiB", host_memory="16MiB", chunk_size="2MiB", cuda=
             assert error.status == "EXISTS"
         else:
             raise AssertionError("hooked twice")
+        for use in (lambda: manager.update(print, {arena: "read"}), lambda: manager.stream_call(0, print)):
+            try:  # CuPy holds Python's lock while it waits for an allocation
+                use()
+            except GeminiError as error:
+                assert "CuPy allocates from this manager" in str(error)
+            else:
+                raise AssertionError("a function of Python's")
         array = cupy.zeros_like(cupy.np.ones(3 << 18))  # 6 MiB, for which layers leave
         assert manager.stats()["nonmodel_bytes"] >= 6 << 20
         try:
@@ -297,6 +304,9 @@ with Manager(device_memory="8MiB", host_memory="16MiB", chunk_size="2MiB", cuda=
     assert cupy.cuda.allocator is cupy.plain
     allocator.close()  # again
     libgemini.cupy.use(manager).close()
+    ran = []
+    manager.stream_call(0, lambda: ran.append(1))
+    assert ran
     with Manager(device_memory="8MiB", host_memory="16MiB", cuda=True) as another:
         libgemini.cupy.use(another)
     assert cupy.cuda.allocator != cupy.plain  # of a manager that is closed
