@@ -21,7 +21,7 @@ fi
 
 files=("$@")
 if ((${#files[@]} == 0)); then
-  mapfile -t files < <(find include src bindings tests bench examples \( -name '*.[ch]' -o -name '*.cc' \) -type f | sort)
+  mapfile -t files < <(find include src bindings tests bench examples \( -name '*.[ch]' -o -name '*.cc' -o -name '*.hpp' \) -type f | sort)
 fi
 if ((${#files[@]} == 0)); then
   echo "format.sh: found no file to format" >&2

@@ -44,6 +44,9 @@ install_packages "${packages[@]}"
 if ((tools)) && ! { command -v clang && command -v clang++; } >/dev/null; then
   install_packages clang || echo "setup.sh: clang cannot be installed: the lane clang of tests/run.sh is skipped" >&2
 fi
+if ((tools)) && ! command -v bindgen >/dev/null; then # 1 MB
+  install_packages bindgen || echo "setup.sh: bindgen cannot be installed: the test abi.bindgen is skipped" >&2
+fi
 
 tests/jemalloc.sh
 

@@ -50,7 +50,7 @@ def main() -> int:
     """Prints each finding; returns 1 when there is one."""
     findings = []
     for folder in ("src", "include"):
-        for path in sorted((ROOT / folder).rglob("*.[ch]")):
+        for path in sorted(path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".c", ".h", ".hpp")):
             name = path.relative_to(ROOT)
             text = path.read_text()
             lines = text.split("\n")

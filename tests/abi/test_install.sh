@@ -15,7 +15,7 @@ fail() { echo "test_install.sh: $*" >&2; exit 1; }
 prefix=$work/elsewhere
 mv "$work/installed" "$prefix"
 headers=$(find "$prefix/include" -type f -printf '%P\n' | sort | xargs)
-want="gemini.h gemini/address.h gemini/graph.h gemini/group.h gemini/hook.h gemini/plan.h gemini/topology.h gemini_update.h"
+want="gemini.h gemini.hpp gemini/address.h gemini/graph.h gemini/group.h gemini/hook.h gemini/plan.h gemini/topology.h gemini_update.h"
 [[ $headers == "$want" ]] || fail "installed headers are '$headers', want '$want'"
 
 # What the headers refer to is there, and so is the licence.
@@ -65,6 +65,12 @@ for language in c cxx; do
   check "$work/consumer/${language}_shared" shared
   check "$work/consumer/${language}_static" static
 done
+
+# gemini.hpp: objects.cc tests all of it.
+"$cxx" -std=c++11 "${strict[@]}" "${cflags[@]}" "$here/consumer/objects.cc" -o "$work/objects" "${shared[@]}"
+check "$work/objects" shared
+check "$work/consumer/objects_shared" shared
+"$cxx" -std=c++20 "${strict[@]}" -Wold-style-cast "${cflags[@]}" -fsyntax-only -x c++ - <<<'#include <gemini.hpp>'
 
 # The fused updates are a library of their own.
 for kind in shared static; do

@@ -547,6 +547,9 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "timeline_stop": [_M],
 }
 _UPDATE_FUNCTIONS: dict[str, list[typing.Any]] = {"walk_check": [POINTER(Update)], "walk_status": [POINTER(UpdateWalk)]}
+_ARENAS_FUNCTIONS: dict[str, list[typing.Any]] = {  # of libgemini_update, with the other library's prefix
+    "adamw_arenas": [_M, POINTER(Adamw), POINTER(UpdateArenas)]
+}
 _OTHERS: dict[str, tuple[typing.Any, list[typing.Any]]] = {
     "version": (c_char_p, []),
     "status_string": (c_char_p, [c_int32]),
@@ -582,6 +585,9 @@ class _Library:
     def __init__(self, path: str | os.PathLike[str], prefix: str, functions: dict[str, list[typing.Any]]) -> None:
         self.path = str(path)
         self.cdll = ctypes.CDLL(self.path)
+        self._declare(prefix, functions)
+
+    def _declare(self, prefix: str, functions: dict[str, list[typing.Any]]) -> None:
         for name, arguments in functions.items():
             function = getattr(self.cdll, prefix + name)
             function.argtypes = arguments
@@ -627,6 +633,7 @@ class UpdateLibrary(_Library):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.last_error = library().last_error  # libgemini.so must be loaded first: this one calls it
         super().__init__(path, "gemini_update_", _UPDATE_FUNCTIONS)
+        self._declare("gemini_", _ARENAS_FUNCTIONS)
         self.walk = ctypes.cast(self.cdll.gemini_update_walk, UpdateFn)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fractions
+import functools
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ import typing
 
 from . import abi
 from .updates import Calls, Span, buffer
+from .views import CPU, CUDA, View
 
 logger = logging.getLogger("libgemini")
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG}
@@ -127,15 +129,27 @@ class Range:
         address: Its first byte, while it is acquired; otherwise None. On the device it is the same each time.
     """
 
-    __slots__ = ("object", "offset_bytes", "size_bytes", "mode", "tier", "address")
+    __slots__ = ("object", "offset_bytes", "size_bytes", "mode", "tier", "address", "_device", "_stream", "_wait")
 
-    def __init__(self, object: int, offset_bytes: int, size_bytes: int, mode: str, tier: str) -> None:
+    def __init__(
+        self,
+        object: int,
+        offset_bytes: int,
+        size_bytes: int,
+        mode: str,
+        tier: str,
+        device: tuple[int, int] = (CPU, 0),
+    ) -> None:
         self.object = object
         self.offset_bytes = offset_bytes
         self.size_bytes = size_bytes
         self.mode = mode
         self.tier = tier
         self.address: int | None = None
+        self._device = device  # as DLPack names it
+        # A CUDA stream's number, if the range was acquired on one: only its work sees the bytes before _wait().
+        self._stream: int | None = None
+        self._wait: typing.Callable[[], None] | None = None
 
     def buffer(self) -> ctypes.Array[ctypes.c_char]:
         """The bytes, valid until the range is released. Not for a GPU's memory.
@@ -151,6 +165,25 @@ class Range:
                 "the range is not acquired, and its bytes may be in another tier: use it within the with block"
             )
         return buffer(self.address, self.size_bytes)
+
+    def view(self, dtype: str = "uint8", shape: typing.Sequence[int] | None = None) -> View:
+        """The bytes as an array that NumPy, CuPy, PyTorch and JAX take without a copy.
+
+        Args:
+            dtype: Of the elements: a name of NumPy's such as "float32", or "bfloat16".
+            shape: Elements by dimension, rows first, which take all of the range. None: one dimension.
+
+        Returns:
+            What numpy.asarray(), cupy.asarray(), torch.from_dlpack() and jax.dlpack.from_dlpack() make an array of,
+            which may be used until the range is released: on the host and the simulated device, or on the range's GPU.
+
+        Raises:
+            GeminiError: The range is not acquired.
+            ValueError: There is no such dtype, or the shape takes other than all of the range.
+        """
+        if self.address is None:
+            raise abi.GeminiError(f"{self} is not acquired, and its bytes may be in another tier")
+        return View(self, dtype, shape)
 
     def __repr__(self) -> str:
         return f"Range({self.object:#x}, {self.offset_bytes}, {self.size_bytes}, {self.mode!r}, {self.tier!r})"
@@ -744,7 +777,8 @@ class Manager:
         if not size_bytes:
             info = self.arena_info(object) if object in self._element_bytes else self.tensor_info(object)
             size_bytes = info.size_bytes - offset
-        return Range(object, offset, size_bytes, mode, tier)
+        device = (CUDA, self.config.device_ordinal) if self._cuda and tier == "device" else (CPU, 0)
+        return Range(object, offset, size_bytes, mode, tier, device)
 
     @staticmethod
     def _accesses(ranges: typing.Sequence[Range], tier: str | None = None) -> typing.Any:
@@ -782,9 +816,13 @@ class Manager:
             if one.address is not None:
                 raise abi.GeminiError(f"{one} is acquired already: make another range of the same bytes")
         accesses = self._accesses(ranges)
+        native, wait = None, None
+        if self._cuda and stream != abi.STREAM_CALLER:
+            native = self.stream_native(stream) or 1  # 1: as DLPack and CUDA's array interface name the default stream
+            wait = functools.partial(self.stream_synchronize, stream)
         self.lib.acquire(self.handle, accesses, len(ranges), stream)
         for one, access in zip(ranges, accesses):
-            one.address = access.ptr
+            one.address, one._stream, one._wait = access.ptr, native, wait
 
     def release(self, *ranges: Range, stream: int = abi.STREAM_CALLER) -> None:
         """Ends the use of ranges, after the work that is queued on the stream so far.
@@ -801,7 +839,7 @@ class Manager:
                 raise abi.GeminiError(f"{one} is not acquired")
         self.lib.release(self.handle, self._accesses(ranges), len(ranges), stream)
         for one in ranges:
-            one.address = None
+            one.address, one._stream, one._wait = None, None, None
 
     @contextlib.contextmanager
     def acquired(
@@ -1179,6 +1217,73 @@ class Manager:
         )
         if not late:
             self._calls.check()
+
+    def adamw(
+        self,
+        *,
+        step: int,
+        grad: int,
+        master: int,
+        momentum: int,
+        variance: int,
+        param: int = 0,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        grad_scale: float = 1.0,
+        grad_dtype: str = "f32",
+        param_dtype: str = "bf16",
+        late: bool = False,
+        stream: int = abi.STREAM_CALLER,
+    ) -> None:
+        """Updates all elements of arenas with AdamW, as torch.optim.AdamW does, wherever the bytes of each part are.
+
+        The arenas follow each other (arena(like=...)). The bits of the results do not depend on where the parts are.
+
+        Args:
+            step: The number of this update, from 1.
+            grad: The arena of gradients, which is read.
+            master: The arena of parameters in fp32; so are the next two.
+            momentum: The arena of first moments.
+            variance: The arena of second moments.
+            param: An arena of parameters of lower precision, which is written from master; 0: there is none.
+            lr: The learning rate, at least 0.
+            betas: How much of the moments stays, each from 0 to below 1.
+            eps: Is added to the root of the second moment, at least 0.
+            weight_decay: At least 0; it is multiplied by the learning rate.
+            grad_scale: Each gradient is multiplied by it: 1 / loss scale, clipping.
+            grad_dtype: "f32", "bf16" or "f16".
+            param_dtype: "f32", "bf16" or "f16"; without param it is ignored.
+            late: Return at once. Each chunk's update is done before its next use.
+            stream: The update comes after this stream's work so far.
+
+        Raises:
+            GeminiError: Status "INVALID": a value is out of range, or an arena has elements of another size; nothing
+                changed. Otherwise as update().
+        """
+        self._calls.check()
+        rule = abi.Adamw(
+            param_dtype=_code(DTYPES, param_dtype, "param_dtype"),
+            grad_dtype=_code(DTYPES, grad_dtype, "grad_dtype"),
+            step=step,
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_scale=grad_scale,
+        )
+        arenas = abi.UpdateArenas(
+            flags=abi.UPDATE_LATE if late else 0,
+            param=param,
+            grad=grad,
+            master=master,
+            momentum=momentum,
+            variance=variance,
+            stream=stream,
+        )
+        abi.update_library().adamw_arenas(self.handle, rule, arenas)
 
     def update_wait(self) -> None:
         """Blocks until every update that was submitted is done.

@@ -111,6 +111,7 @@ class Calls:
         self.cuda = cuda
         self.handle = 0
         self.failure: BaseException | None = None
+        self._barred = ""
         self._lock = threading.Lock()  # guards failure
 
     def run(self, function: typing.Callable[[], object]) -> None:
@@ -130,8 +131,24 @@ class Calls:
                 "STATE",
             ) from self.failure
 
+    def bar(self, reason: str) -> None:
+        """Refuses further functions, or with "" accepts them again, for callers of the library that hold Python's lock.
+
+        Such a caller may wait for a function, which waits for the lock.
+        """
+        if reason:
+            self.wait()
+            if any(owner is self for owner, _ in list(_calls.values())):
+                raise abi.GeminiError("a function of stream_call() has not run yet", "BUSY")
+        self._barred = reason
+
+    def _check_bar(self) -> None:
+        if self._barred:
+            raise abi.GeminiError(self._barred)
+
     def queue(self, stream: int, function: typing.Callable[[], object]) -> None:
         """Queues a function behind the work of a stream."""
+        self._check_bar()
         number = next(_numbers)
         _calls[number] = self, function
         try:
@@ -152,6 +169,7 @@ class Calls:
         late: bool,
     ) -> None:
         """Submits an update; see Manager.update()."""
+        self._check_bar()
         self._forget_done()
         number, one = next(_numbers), _Update(self, function, element_bytes)
         _updates[number] = one
