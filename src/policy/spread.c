@@ -11,7 +11,8 @@
 
 #include "policy/model.h"
 
-#define WHOLE (UINT32_C(1) << 24) /* a share of 1 */
+#define WHOLE (UINT64_C(1) << 32)   /* a share of 1 */
+#define GOLDEN UINT32_C(2654435769) /* the golden ratio less 1, in the same unit */
 
 /* What a chunk does. AGAIN: stages that do not follow each other use it, so it would come more than once; it stays. */
 enum { UNUSED, AGAIN, STAYS, COMES };
@@ -41,9 +42,13 @@ static uint32_t own_frames(const gmi_model_t *model, uint32_t stage, uint32_t fr
 }
 
 /* Fills what, except for AGAIN. Of each stage's chunks the share comes and goes, as far as the stage has frames beside
- * those that stay, whose number is keep. Returns the number of chunks that come and go. */
-static uint32_t mark(const gmi_model_t *model, uint32_t keep, uint32_t share, uint8_t *what) {
-  uint32_t sum = WHOLE / 2, count = 0;
+ * those that stay, whose number is keep. Returns the number of chunks that come and go.
+ *
+ * Which ones, follows from their indices: multiples of the golden ratio, modulo 1, are spread evenly however many in a
+ * row are taken (three-distance theorem), and those below a share are among those below a larger one. So plans for
+ * other numbers of frames keep almost the same chunks, and to go over from one plan to another costs few fetches. */
+static uint32_t mark(const gmi_model_t *model, uint32_t keep, uint64_t share, uint8_t *what) {
+  uint32_t count = 0;
   for (uint32_t c = 0; c < model->facts->input->chunk_count; c++)
     if (what[c] != AGAIN) what[c] = UNUSED;
   for (uint32_t j = 0; j < model->stage_count; j++) {
@@ -52,15 +57,11 @@ static uint32_t mark(const gmi_model_t *model, uint32_t keep, uint32_t share, ui
     for (uint32_t x = model->stage_first[j]; x < model->stage_first[j + 1]; x++)
       here += what[model->access[x] & GMI_MODEL_CHUNK] == COMES;
     for (uint32_t x = model->stage_first[j]; x < model->stage_first[j + 1]; x++) {
-      uint8_t *mine = &what[model->access[x] & GMI_MODEL_CHUNK];
-      if (*mine != UNUSED) continue;
-      sum += share;
-      *mine = STAYS;
-      if (sum < WHOLE) continue;
-      sum -= here < most ? WHOLE : sum - WHOLE + 1; /* a stage without frames passes one chunk on, no more */
-      if (here >= most) continue;
-      *mine = COMES;
-      here++, count++;
+      const uint32_t chunk = model->access[x] & GMI_MODEL_CHUNK;
+      if (what[chunk] != UNUSED) continue;
+      what[chunk] = here < most && chunk * GOLDEN < share ? COMES : STAYS;
+      here += what[chunk] == COMES;
+      count += what[chunk] == COMES;
     }
   }
   return count;
@@ -81,7 +82,8 @@ gemini_status_t gmi_spread_make(const gmi_model_t *model, uint32_t ring, gmi_hit
   const uint32_t chunks = model->facts->input->chunk_count;
   const uint64_t pass = (uint64_t)model->access_count + model->stage_count;
   uint8_t *what = malloc((size_t)chunks + 1);
-  uint32_t *last = malloc((size_t)chunks * sizeof *last + 1), least = UINT32_MAX, low = 0, high = WHOLE;
+  uint32_t *last = malloc((size_t)chunks * sizeof *last + 1), least = UINT32_MAX;
+  uint64_t low = 0, high = WHOLE;
   uint64_t visits = 0;
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   *fits_out = false;
@@ -95,7 +97,7 @@ gemini_status_t gmi_spread_make(const gmi_model_t *model, uint32_t ring, gmi_hit
   if (mark(model, keep, high, what) < come) goto end;
   /* the smallest share of which so many come: marks of chunks change with differences above this one */
   while (high - low > WHOLE / 8 / (used + 1)) {
-    const uint32_t middle = low + (high - low) / 2;
+    const uint64_t middle = low + (high - low) / 2;
     visits += pass;
     if (mark(model, keep, middle, what) < come) low = middle;
     else high = middle;
