@@ -44,9 +44,9 @@ static uint32_t own_frames(const gmi_model_t *model, uint32_t stage, uint32_t fr
 /* Fills what, except for AGAIN. Of each stage's chunks the share comes and goes, as far as the stage has frames beside
  * those that stay, whose number is keep. Returns the number of chunks that come and go.
  *
- * Which ones, follows from their indices: multiples of the golden ratio, modulo 1, are spread evenly however many of
- * them are taken in a row (three-distance theorem), and those below a share are among those below a larger one. So plans
- * for other numbers of frames keep almost the same chunks, and to go over from one plan to another costs few fetches. */
+ * Which ones, follows from their indices: multiples of the golden ratio, modulo 1, are spread evenly however many in a
+ * row are taken (three-distance theorem), and those below a share are among those below a larger one. So plans for
+ * other numbers of frames keep almost the same chunks, and to go over from one plan to another costs few fetches. */
 static uint32_t mark(const gmi_model_t *model, uint32_t keep, uint64_t share, uint8_t *what) {
   uint32_t count = 0;
   for (uint32_t c = 0; c < model->facts->input->chunk_count; c++)
