@@ -10,6 +10,7 @@
  * value below the present position is recognised as outdated. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "tracer/variants.h"
 
@@ -245,24 +246,20 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_on_device[piece];
 }
-/* From the open op to the last op of the next iteration, or of this one, that uses what the plan's pieces write. In the
- * shortest times: where the calling thread, and with it the device, waits for updates, the others grow with these. */
-static uint64_t time_to_last_use(const gmi_tracer_t *t, const variant_t *v) {
-  const gmi_plan_bundle_t *b = &v->bundle;
-  const uint32_t ops = b->input.op_count;
-  uint32_t last = ops;
-  uint64_t left = 0;
-  for (uint32_t i = 0; i < b->input.piece_count; i++)
-    if (b->plan.piece_use[i] != UINT32_MAX && b->plan.piece_use[i] > last) last = b->plan.piece_use[i];
-  for (uint32_t op = t->op_index; op < last; op++) {
-    const gmi_trace_op_t *one = &v->trace.ops[op % ops];
-    left += one->least_ns ? one->least_ns : one->compute_ns;
+/* Notes in which op a piece could have been computed ahead. Without memory the plan knows less. */
+static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {
+  gmi_trace_t *trace = &v->trace;
+  if (trace->ahead_count != v->bundle.input.piece_count) {
+    uint32_t *ops = realloc(trace->ahead_ops, v->bundle.input.piece_count * sizeof *ops);
+    if (!ops) return;
+    trace->ahead_ops = ops;
+    trace->ahead_count = v->bundle.input.piece_count;
+    memset(ops, 0xff, trace->ahead_count * sizeof *ops);
   }
-  return left;
+  trace->ahead_ops[piece] = t->record.op_count - 1;
 }
 
-bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
-                           uint64_t waiting) {
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = gmi_tracer_active_variant(t);
   for (uint32_t u = 0; v && v->bundle.made && u < v->trace.update_count; u++) {
@@ -270,16 +267,10 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
     if (update->arenas[0] != arena || element < update->first_element ||
         element - update->first_element >= update->element_count)
       continue;
-    const gmi_plan_t *plan = &v->bundle.plan;
     uint32_t piece = (uint32_t)(element / unit - update->first_element / unit);
-    if (!planned_piece(m, u, &piece)) return true;
-    const uint64_t host_ns = v->bundle.input.pieces[piece].host_ns;
-    if (!plan->piece_on_device[piece]) {
-      t->now.ahead_ns += host_ns;
-      return true;
-    }
-    const uint64_t own = plan->update_busy_ns > t->now.ahead_ns ? plan->update_busy_ns - t->now.ahead_ns : 0;
-    return !resident && (waiting + 1) * host_ns + own <= time_to_last_use(t, v);
+    if (!t->record.op_count || !planned_piece(m, u, &piece)) return true;
+    note_ahead(t, v, piece);
+    return v->bundle.ahead ? v->bundle.plan.piece_ahead[piece] : !v->bundle.plan.piece_on_device[piece];
   }
   return true;
 }

@@ -72,18 +72,28 @@ void gmi_tracer_forget(gmi_manager_t *m) {
 }
 
 /* ---- brackets */
-/* Learns the time that the last iteration spent outside its ops, given its duration from begin to begin: a running
- * mean over at most 8 samples. */
+uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns) {
+  uint64_t sorted[GMI_TIMES];
+  times->ns[times->count++ % GMI_TIMES] = ns;
+  const uint32_t count = times->count < GMI_TIMES ? times->count : GMI_TIMES;
+  for (uint32_t i = 0; i < count; i++) {
+    uint32_t at = i;
+    for (; at > 0 && sorted[at - 1] > times->ns[i]; at--) sorted[at] = sorted[at - 1];
+    sorted[at] = times->ns[i];
+  }
+  return sorted[(count - 1) / 2];
+}
+
+/* Learns the time that the last iteration spent outside its ops, given its duration from begin to begin. What it was
+ * before there was a plan does not count any more. */
 static void learn_outside(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
   gmi_tracer_resolve(m, false);
   if (!v || v->last_used != t->iteration || !t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns)
     return;
-  uint64_t seen = v->planned_runs ? v->planned_runs : v->runs;
-  int64_t weight = seen < 8 ? (int64_t)seen : 8;
-  int64_t error = (int64_t)(step_ns - t->in_ops_ns) - (int64_t)v->trace.outside_ns;
-  v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
+  if (v->planned_runs == 1) v->trace.outside.count = 0;
+  v->trace.outside_ns = gmi_times_add(&v->trace.outside, step_ns - t->in_ops_ns);
 }
 
 /* Appends a variant to the history and drops the oldest entry of a full one. */
@@ -150,7 +160,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
-  t->now.ahead_ns = 0;
+  t->now.committed = m->stats.committed_elements;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -321,12 +331,12 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Updates the variant's op times with those of this iteration: a running mean over at most 8 samples; and its frames:
- * the peaks, and what the gathers of this iteration's kind take. The times of warm-up, which include first touches and
- * other waits, are dropped when the first planned iteration ends. The label is this iteration's. */
+/* Updates the variant's op times with those of this iteration, and its frames: the peaks, and what the gathers of this
+ * iteration's kind take. The times of warm-up, which include first touches and other waits, are dropped when the first
+ * planned iteration ends. The label is this iteration's. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   if (v->bundle.made && !v->planned_runs && t->resolved == v->trace.op_count)
-    for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].samples = 0;
+    for (uint32_t i = 0; i < v->trace.op_count; i++) v->trace.ops[i].times.count = 0;
   v->label = t->now.label;
   v->any_label = false;
   for (uint32_t i = 0; i < v->trace.op_count && i < t->record.op_count; i++) {
@@ -340,12 +350,24 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
   }
   for (uint32_t i = 0; i < t->resolved && i < v->trace.op_count; i++) {
     if (t->durations[i] == UINT64_MAX) continue;
-    gmi_trace_op_t *op = &v->trace.ops[i];
-    op->samples++;
-    if (op->samples == 1 || t->durations[i] < op->least_ns) op->least_ns = t->durations[i];
-    int64_t weight = op->samples < 8 ? op->samples : 8;
-    op->compute_ns =
-        (uint64_t)((int64_t)op->compute_ns + ((int64_t)t->durations[i] - (int64_t)op->compute_ns) / weight);
+    v->trace.ops[i].compute_ns = gmi_times_add(&v->trace.ops[i].times, t->durations[i]);
+  }
+}
+
+/* Learns whether steps take over what was computed ahead. A plan for it is made after an iteration that did, and
+ * another one after several that did not, though they could have. Each time that this happens, it takes longer until
+ * plans are made for it again. */
+static void learn_ahead(gmi_manager_t *m, variant_t *v) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  if (m->stats.committed_elements > t->now.committed) {
+    v->ahead.taken++;
+    v->ahead.missed = 0;
+    if (v->ahead.taken >= UINT32_C(1) << v->ahead.doubt) v->trace.ahead = true;
+  } else if (!v->bundle.ahead || v->bundle.plans_ahead) {
+    v->ahead.taken = 0;
+    if (++v->ahead.missed < AHEAD_PATIENCE || !v->trace.ahead) return;
+    v->trace.ahead = false;
+    if (v->ahead.doubt < AHEAD_DOUBTS) v->ahead.doubt++;
   }
 }
 
@@ -408,9 +430,8 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   t->record = (gmi_trace_t){ .names = t->names };
   /* the trace has the ops of the record, to which resolved and durations belong */
   for (uint32_t i = 0; i < v->trace.op_count; i++) {
-    v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
-    v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
-    v->trace.ops[i].least_ns = v->trace.ops[i].samples ? t->durations[i] : 0;
+    const bool known = i < t->resolved && t->durations[i] != UINT64_MAX;
+    v->trace.ops[i].compute_ns = known ? gmi_times_add(&v->trace.ops[i].times, t->durations[i]) : 1;
   }
   *index_out = index;
 }
@@ -493,6 +514,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (v->bundle.made && !t->departed) {
       m->stats.planned_iterations++;
       v->planned_runs++;
+      learn_ahead(m, v);
     }
   }
   v->runs++;
@@ -501,9 +523,11 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   t->previous = index;
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
-   * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
+   * iterations. Later it is only made again if steps begin or cease to take over what is computed ahead; otherwise the
+   * prediction is updated, after 4, 8, 16, ... planned iterations. */
   if (has_outgrown_plan(v)) return plan_with_headroom(m, v);
-  if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
+  const bool turns = v->planned_runs > SETTLE_RUNS && v->trace.ahead != v->bundle.ahead;
+  if (v->bundle.made ? chooses || (whole && (v->planned_runs == SETTLE_RUNS || turns)) : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
     return left ? left : gmi_tracer_variant_plan(m, v);
   }

@@ -25,6 +25,9 @@ enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
 /* The part of the device budget by which the peaks of iterations that only read may differ and be one variant, and that
  * a plan leaves free where they grow. */
 enum { SLACK_SHARE = 64 };
+/* Iterations that take over nothing that was computed ahead, before the plan counts on it no more; and how often the
+ * number of those that do is doubled, before it does again. */
+enum { AHEAD_PATIENCE = 4, AHEAD_DOUBTS = 6 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -39,6 +42,10 @@ typedef struct {
   uint64_t runs;         /* iterations of this kind so far */
   uint64_t planned_runs; /* of them, those that followed the plan to their end */
   uint64_t last_used;    /* number of the last such iteration */
+  struct {               /* results computed ahead; see learn_ahead() */
+    uint32_t taken, missed; /* iterations in a row in which they were taken over, or could have been and were not */
+    uint32_t doubt;         /* how often they were expected in vain */
+  } ahead;
 } variant_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
@@ -78,7 +85,7 @@ typedef struct gmi_tracer {
   uint64_t begun_ns;
   struct { /* of this iteration */
     uint64_t label;
-    uint64_t ahead_ns; /* duration of the plan's host pieces that were computed ahead */
+    uint64_t committed; /* stats.committed_elements at its begin */
   } now;
 
   gmi_trace_t record;  /* the trace of this iteration */
