@@ -32,7 +32,7 @@ gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
   }
   t->record.names = t->names;
   pthread_mutex_init(&t->touch_lock, NULL);
-  t->active = t->previous = t->entered = GMI_NONE;
+  t->active = t->previous = t->entered = t->now.due.variant = GMI_NONE;
   m->trace.tracer = t;
   return GEMINI_OK;
 }
@@ -65,7 +65,7 @@ void gmi_tracer_forget(gmi_manager_t *m) {
   pthread_mutex_lock(&t->touch_lock); /* an op may be open */
   gmi_gathers_forget(t->gathers);
   pthread_mutex_unlock(&t->touch_lock);
-  t->active = t->previous = t->entered = GMI_NONE;
+  t->active = t->previous = t->entered = t->now.due.variant = GMI_NONE;
   t->history_size = 0;
   t->record_lost = m->bracket.iteration_open;
   memset(t->agrees, 0, sizeof t->agrees);
@@ -171,6 +171,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   variant_t *v = gmi_tracer_active_variant(t);
   if (v && v->bundle.made) {
     gmi_tracer_publish_plan(m, v);
+    gmi_tracer_plan_begin(m, v);
     if (t->entered != t->active) gmi_tracer_enter_plan(m, v);
     t->entered = t->active;
   }
@@ -247,7 +248,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
   gmi_reap(m);
   gmi_nvtx_push(name);
-  if (v && v->bundle.made) gmi_tracer_plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
+  if (v && v->bundle.made) gmi_tracer_plan_op(m, v);
   return gmi_gathers_op_begin(m, t->gathers, kept, op->phase); /* the op is open, also if this fails */
 }
 
@@ -296,6 +297,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   t->op_index++;
   gmi_tracer_resolve(m, false);
   gmi_timeline_poll(m);
+  gmi_tracer_plan_more(m);
   return GEMINI_OK;
 }
 

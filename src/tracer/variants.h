@@ -86,6 +86,11 @@ typedef struct gmi_tracer {
   struct { /* of this iteration */
     uint64_t label;
     uint64_t committed; /* stats.committed_elements at its begin */
+    /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
+     * variant: whose plan; GMI_NONE: none. */
+    struct {
+      uint32_t variant, next[2], end[2];
+    } due;
   } now;
 
   gmi_trace_t record;  /* the trace of this iteration */
@@ -124,7 +129,12 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle);
 gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v);
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v);
-void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece);
+/* Note which fetches of the plan are due, at the begin of an iteration and of an op. */
+void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v);
+void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v);
+/* Issues fetches that are due, in their order. While the link is full, one that would wait for a worker stays due, and
+ * with it those behind it: the calling thread goes on. May give the lock away for callbacks of updates. */
+void gmi_tracer_plan_more(gmi_manager_t *m);
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 
 /* tracer/record.c */

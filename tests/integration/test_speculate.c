@@ -53,7 +53,7 @@ typedef struct {
   uint32_t delay_us;
   bool fails;
 } rule_t;
-static _Atomic uint64_t elements_run, spans_begun;
+static _Atomic uint64_t elements_run, spans_begun, spans_on_device;
 static _Atomic bool gate; /* spans with a salt of 13 wait until it is open */
 
 static void run_span(const rule_t *r, const gemini_update_span_t *s) {
@@ -83,6 +83,7 @@ static gemini_status_t fn(void *user, const gemini_update_span_t *s) {
     run_span(r, s);
     return GEMINI_OK;
   }
+  atomic_fetch_add(&spans_on_device, 1);
   queued_t *q = malloc(sizeof *q);
   CHECK(q);
   *q = (queued_t){ *r, *s };
@@ -698,6 +699,45 @@ static void test_speculate_is_planned_as_memory_allows(void) {
   model_close(&t);
 }
 
+/* ---- updates on the device while the link has much to do */
+static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full(void) {
+  enum { MORE = 200 };
+  gemini_config_t c = world_config(OWN + MORE + 8, OWN + MORE + 8, 0);
+  c.placement = GEMINI_PLACEMENT_STATIC;
+  c.static_param_fraction = c.static_optim_fraction = 1;
+  c.sim_h2d_bytes_per_s = UINT64_C(200) << 20;
+  model_t t = model_with(c);
+  const gemini_arena_t more = world_arena(&t.w, GEMINI_KIND_OTHER, 1, "more", NULL, NULL);
+  const gemini_tensor_t tensor = world_tensor(&t.w, more, "more", MORE * CHUNK);
+  uint64_t left = 0;
+  for (uint64_t step = 100; step < 106; step++) {
+    world_fill(&t.w, tensor, 0, MORE * CHUNK, HOST, step); /* comes to the device anew, which takes 62 ms */
+    OK(gemini_iteration_begin(t.w.mgr));
+    for (uint64_t unit = 0; unit < UNITS; unit++) op(&t, PARAM, unit, GEMINI_READ, 0, 100);
+    for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 100);
+    OK(gemini_op_begin(t.w.mgr, "more", t.w.stream));
+    gemini_access_t a = world_whole(tensor, GEMINI_READ, DEVICE);
+    OK(gemini_acquire(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_release(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_op_end(t.w.mgr));
+    const uint64_t before = atomic_load(&spans_begun);
+    if (step == 104) atomic_store(&spans_on_device, 0);
+    OK(update(&t, LATE, (rule_t){ .salt = step }, 0, 0));
+    plain_update(&t, step, 0, ELEMENTS);
+    if (step > 103) left += UNITS - (atomic_load(&spans_begun) - before);
+    OK(gemini_iteration_end(t.w.mgr)); /* the operators of the next one queue what is left */
+  }
+  CHECK_EQ(left, 2 * UNITS);
+  OK(gemini_update_wait(t.w.mgr));
+  CHECK_EQ(world_stats(&t.w).pending_updates, 0);
+  CHECK_EQ(spans_on_device, 2 * UNITS);
+  CHECK(plan_says(&t, "4 pieces on the device, 0 on the host"));
+  model_expect(&t, DEVICE);
+  model_expect(&t, HOST);
+  CHECK_EQ(world_stats(&t.w).departures, 0);
+  model_close(&t);
+}
+
 int main(void) {
   RUN(test_speculate_changes_nothing_until_the_commit);
   RUN(test_speculate_takes_and_gives_back_spare_memory);
@@ -711,6 +751,7 @@ int main(void) {
   RUN(test_speculate_bad_flags_are_refused);
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
+  RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   return check_done();
 }
