@@ -897,8 +897,8 @@ typedef struct gemini_update_s {
  *  its parameter was reads as zero. An arena with mode WRITE must be written whole. Afterwards the written tensors are
  *  in state HOLD and hold parameters again.
  *  An accepted update is done as a whole. Spans that cannot run yet, because their chunks have no room or could not be
- *  moved, stay pending together with user. They run as soon as they can, and before any use of their chunks; until then
- *  such a use fails with what keeps them from running.
+ *  moved, or because the link to the device has much to do, stay pending together with user. They run as soon as they
+ *  can, and before any use of their chunks; until then such a use fails with what keeps them from running.
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired; nothing changed
  *  @retval GEMINI_ERR_INVALID  a value is out of range, or a bound of the range cuts a tensor whose bytes hold a
  *           gradient while its parameter is to be written; nothing changed

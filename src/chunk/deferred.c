@@ -4,7 +4,8 @@
  * An accepted update is carried out completely: its tensors hold parameters from then on, and every use of one of its
  * chunks queues the chunk's pieces first. Pieces that cannot be queued yet stay in a list, in the order of submission,
  * so the pieces of one chunk run in that order. They are queued by the thread of deferred updates (with a file tier),
- * by a caller that needs one of their chunks, or by gemini_update_wait().
+ * by a caller that needs one of their chunks, or by gemini_update_wait(). Pieces that run on the device are left where
+ * the links have much to do (walk_run()), and are also queued as operators begin and end, when there is room again.
  *
  * Threads: any thread that holds the manager's lock. defer_work() is a thread of its own. */
 #include <errno.h>
@@ -51,15 +52,15 @@ void gmi_rest_queued(gmi_deferred_t *d, gmi_rest_t *rest, const gmi_piece_t *p) 
   if (rest->begin == rest->end) rest_remove(d, rest);
 }
 
-bool gmi_tail_leave_one(gmi_deferred_t *d, gmi_walk_t *k, const gmi_piece_t *p) {
+gmi_rest_t *gmi_tail_leave_one(gmi_deferred_t *d, gmi_walk_t *k, const gmi_piece_t *p) {
   gmi_rest_t *rest = malloc(sizeof *rest);
-  if (!rest) return false;
+  if (!rest) return NULL;
   *rest = (gmi_rest_t){ .walk = k, .begin = p->begin, .end = p->end, .next_use = p->next_use, .left = true };
   gmi_rest_insert(d, rest, k->tail);
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_piece_left(p->chunks[i]);
   k->tail->begin = p->end;
   if (k->tail->begin == k->tail->end) rest_remove(d, k->tail);
-  return true;
+  return rest;
 }
 
 /* Needs no memory: the tail itself becomes the record. */
@@ -71,6 +72,16 @@ void gmi_tail_leave(gmi_walk_t *k) {
     gmi_piece_at(k, at, k->tail->end, &p);
     for (uint32_t i = 0; i < p.count; i++) gmi_chunk_piece_left(p.chunks[i]);
   }
+}
+
+/* Queues the piece of a rest where the plan has it run, or where a chunk of it is pinned. */
+static gemini_status_t queue_on_device(gmi_manager_t *m, gmi_rest_t *rest, gmi_piece_t *p) {
+  const uint32_t update = rest->update, number = rest->number;
+  const bool planned = rest->on_device;
+  if (planned) m->trace.observer->piece_begins(m, update, number);
+  gemini_status_t status = gmi_piece_on_device(rest->walk, p, rest);
+  if (planned) m->trace.observer->piece_ends(m, update, number);
+  return status;
 }
 
 /* Queues the first piece in the list. now: blocks until there is room; else *waits_out: there is none, try again after
@@ -93,9 +104,9 @@ static gemini_status_t queue_first(gmi_manager_t *m, bool now, bool *waits_out) 
     if (!status && gmi_host_free(m) < missing) *waits_out = true;
     if (status || *waits_out) return status;
   }
-  if (gmi_piece_is_pinned(&p)) {
-    status = gmi_piece_on_device(k, &p, rest);
-  } else {
+  const bool pinned = gmi_piece_is_pinned(&p), device = rest->on_device || pinned;
+  if (device) status = queue_on_device(m, rest, &p);
+  if (!device || (!pinned && gmi_is_oom(status))) {
     status = gmi_piece_on_host(k, &p, true);
     if (!status) gmi_rest_queued(d, rest, &p);
   }
@@ -111,6 +122,14 @@ gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c) {
   bool waits;
   while (!status && m->update.deferred->first && (!c || gmi_chunk_deferred(c))) status = queue_first(m, true, &waits);
   return status;
+}
+
+bool gmi_updates_more(gmi_manager_t *m) {
+  const gmi_deferred_t *d = m->update.deferred;
+  gemini_status_t status = GEMINI_OK;
+  bool waits;
+  while (!status && d->first && d->first->on_device && !gmi_links_are_full(m)) status = queue_first(m, true, &waits);
+  return d->first && d->first->on_device;
 }
 
 gemini_status_t gmi_updates_queue_range(gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t last,

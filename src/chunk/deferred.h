@@ -23,8 +23,10 @@ typedef struct gmi_rest {
   struct gmi_walk *walk;
   uint64_t begin, end; /* elements, begin at a piece's begin; a rest that becomes empty leaves the list and is freed */
   uint64_t next_use;   /* as piece_use() of gmi_advice_t */
-  bool left; /* its call has given it up to later callers (counted in left_ too); else the call will queue it */
-  bool reserved[7];
+  uint32_t update, number; /* on_device: of the update in its iteration, and of the piece in the update */
+  bool left;      /* its call has given it up to later callers (counted in left_ too); else the call will queue it */
+  bool on_device; /* one piece, which the plan has run on the device */
+  bool reserved[6];
 } gmi_rest_t;
 
 /* A copy of the caller's data for an update (user_bytes). It is in the manager's list until nothing uses it. */
@@ -91,8 +93,9 @@ void gmi_walk_unref(gmi_walk_t *k);
 void gmi_rest_insert(gmi_deferred_t *d, gmi_rest_t *rest, gmi_rest_t *before); /* before NULL: appends */
 void gmi_rest_queued(gmi_deferred_t *d, gmi_rest_t *rest,
                      const gmi_piece_t *p); /* removes its first piece, which was queued */
-/* Defers the first piece of the call's tail, as a rest of its own before the tail. False: no memory for its record. */
-bool gmi_tail_leave_one(gmi_deferred_t *d, gmi_walk_t *k, const gmi_piece_t *p);
+/* Defers the first piece of the call's tail, as a rest of its own before the tail, which is returned. NULL: no memory
+ * for its record. */
+gmi_rest_t *gmi_tail_leave_one(gmi_deferred_t *d, gmi_walk_t *k, const gmi_piece_t *p);
 void gmi_tail_leave(gmi_walk_t *k); /* defers all pieces of the tail */
 /* Queues the pieces of earlier updates that contain one of p's chunks: they must run first. */
 gemini_status_t gmi_updates_queue_left(gmi_manager_t *m, const gmi_piece_t *p);

@@ -134,14 +134,6 @@ static bool is_unit(const gmi_walk_t *k, const gmi_piece_t *p) {
   return (p->end % k->unit == 0 || last) && !gmi_piece_has_gaps(k, p);
 }
 
-static bool has_states_on_device(const gmi_walk_t *k, const gmi_piece_t *p) {
-  for (uint32_t i = 0; i < p->count; i++)
-    if (p->modes[i] == GEMINI_READ_WRITE && gmi_chunk_arena(k->m, p->chunks[i])->kind != GEMINI_KIND_PARAM &&
-        gmi_chunk_has(p->chunks[i], GMI_VALID_DEVICE))
-      return true;
-  return false;
-}
-
 /* Looks at all chunks before anything changes. *missing_out: slots that copies of gradients need. */
 static bool is_ready(gmi_walk_t *k, gmi_piece_t *p, uint32_t *written_out, uint32_t *missing_out) {
   *written_out = *missing_out = 0;
@@ -283,9 +275,7 @@ void gmi_speculate(gmi_walk_t *k, uint32_t stream) {
     uint32_t written, missing;
     gmi_piece_at(k, at, end, &p);
     if (!is_ready(k, &p, &written, &missing)) continue;
-    if (!m->trace.advice->unit_ahead(m, k->arenas[0]->index, at, k->unit, has_states_on_device(k, &p),
-                                     gmi_workers_pending(m)))
-      continue;
+    if (!m->trace.advice->unit_ahead(m, k->arenas[0]->index, at, k->unit)) continue;
     if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
     if (gmi_host_spare(m) < written + missing) break;
     /* Memory that was never used is committed first, which takes long, but only once: no part of the operator. */

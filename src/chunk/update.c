@@ -598,6 +598,23 @@ static gemini_status_t tail_queue_one(gmi_walk_t *k, gmi_piece_t *p, bool device
   return status;
 }
 
+/* Leaves a piece of the device to later callers if its copies would not start soon: the calling thread goes on to what
+ * does not wait for them. */
+static bool leaves_to_others(gmi_walk_t *k, const gmi_piece_t *p, uint32_t update, uint32_t number) {
+  gmi_manager_t *m = k->m;
+  const gmi_rest_t *first = m->update.deferred->first;
+  const bool behind = first != k->tail && first->on_device; /* the pieces keep their order */
+  if (!(k->u.flags & GEMINI_UPDATE_LATE) || m->file.store || gmi_piece_is_pinned(p) ||
+      !(behind || gmi_links_are_full(m)))
+    return false;
+  gmi_rest_t *rest = gmi_tail_leave_one(m->update.deferred, k, p);
+  if (!rest) return false;
+  rest->on_device = true;
+  rest->update = update;
+  rest->number = number;
+  return true;
+}
+
 /* Queues what can be queued now, and defers the rest. No failure is returned: the update has been accepted. */
 static void walk_run(gmi_walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
@@ -612,6 +629,7 @@ static void walk_run(gmi_walk_t *k, uint32_t index) {
       gmi_rest_queued(m->update.deferred, k->tail, &p);
       continue;
     }
+    if (device && leaves_to_others(k, &p, index, number)) continue;
     if (device) m->trace.observer->piece_begins(m, index, number);
     status = tail_queue_one(k, &p, device);
     if (device) m->trace.observer->piece_ends(m, index, number);

@@ -19,6 +19,12 @@ gemini_status_t gmi_updates_queue(gmi_manager_t *m, const gmi_chunk_t *c);
  * other threads must not see a part of its holds. */
 gemini_status_t gmi_updates_queue_range(gmi_manager_t *m, const gmi_arena_t *store, uint32_t first, uint32_t last,
                                         bool *queued_out);
+/* Queues deferred pieces that run on the device while the links are not full. Returns whether some are left. May give
+ * the lock away for callbacks. */
+bool gmi_updates_more(gmi_manager_t *m);
+static inline bool gmi_links_are_full(gmi_manager_t *m) {
+  return gmi_link_is_full(m, gmi_link_in(m)) || gmi_link_is_full(m, gmi_link_out(m));
+}
 uint64_t gmi_updates_deferred(const gmi_manager_t *m); /* pieces of accepted updates not queued yet */
 void gmi_updates_room(gmi_manager_t *m); /* slots may have become free: wakes the thread that queues pieces */
 gemini_status_t gmi_updates_open(gmi_manager_t *m);

@@ -33,6 +33,15 @@ gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier) {
   return link;
 }
 
+/* Each copy has two marks. A driver holds about 1,000 entries for a stream, of which a copy with its marks and what it
+ * waits for takes up to six. */
+enum { FULL_MARKS = 2 * 128 };
+bool gmi_link_is_full(gmi_manager_t *m, const gmi_link_t *link) {
+  if (link->stream == GMI_NONE) return false;
+  const uint64_t mark = atomic_load(&m->streams[link->stream].recorded);
+  return mark > FULL_MARKS && !m->device.ops->stream.reached(m->device.self, link->stream, mark - FULL_MARKS);
+}
+
 void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks) {
   link->moved_bytes[reason] += chunks * gmi_copy_bytes(m, link->from_tier, link->to_tier);
   link->moved_chunks[reason] += chunks;

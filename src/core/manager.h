@@ -538,6 +538,10 @@ static inline void gmi_counters_change(gmi_manager_t *m) {
   if (m->trace.timeline) m->trace.observer->counters_change(m);
 }
 static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_tier == GEMINI_TIER_DEVICE; }
+/* Is so much queued on a link between host and device that more would not start soon? What can wait then waits with its
+ * caller: a driver's queue is bounded, and a thread that finds it full stands still, with all that it has yet to queue
+ * elsewhere. */
+bool gmi_link_is_full(gmi_manager_t *m, const gmi_link_t *link);
 void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */
 uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured bytes per second; 0 = unknown */

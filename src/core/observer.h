@@ -72,10 +72,8 @@ typedef struct gmi_advice {
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   /* Is it worth computing ahead, on the host, what begins at this element of the arena, in an update that this
-   * iteration has yet to make? unit: elements of a piece. resident: its states are on the device. waiting: jobs that
-   * the workers have still to do. */
-  bool (*unit_ahead)(struct gmi_manager *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
-                     uint64_t waiting);
+   * iteration has yet to make? unit: elements of a piece. */
+  bool (*unit_ahead)(struct gmi_manager *m, uint32_t arena, uint64_t element, uint64_t unit);
   /* Do gathered chunks stay when their operator ends, because it is known which ones will leave for others? The same on
    * all ranks. */
   bool (*gathers_follow)(struct gmi_manager *m, uint32_t group);

@@ -19,6 +19,9 @@ void gmi_facts_free(gmi_facts_t *facts) {
   free(facts->op_piece_first);
   free(facts->op_pieces);
   free(facts->op_pieces_by_use);
+  free(facts->op_ahead_first);
+  free(facts->op_ahead);
+  free(facts->can_ahead);
   free(facts->piece_use);
   free(facts->pieces_by_gap);
   memset(facts, 0, sizeof *facts);
@@ -50,20 +53,49 @@ static void find_uses(const gmi_facts_t *facts, uint32_t *next_op) {
   }
 }
 
+/* Fills can_ahead. last: [chunk_count] the op that uses a chunk last, + 1; NONE: a group does, or several pieces.
+ * pieces: [chunk_count] how many. */
+static void find_ahead(const gmi_facts_t *facts, uint32_t *last, uint32_t *pieces) {
+  const gmi_plan_input_t *input = facts->input;
+  const gmi_plan_groups_t *groups = &input->groups;
+  memset(last, 0, input->chunk_count * sizeof *last);
+  memset(pieces, 0, input->chunk_count * sizeof *pieces);
+  for (uint32_t op = 0; op < input->op_count; op++)
+    for (uint32_t x = input->ops[op].access_first; x < input->ops[op + 1].access_first; x++)
+      last[input->accesses[x].chunk] = op + 1;
+  for (uint32_t n = 0; n < groups->gather_count; n++)
+    for (uint32_t k = 0; k < groups->gathers[n].part_count; k++) last[groups->gathers[n].parts[k]] = NONE;
+  for (uint32_t n = 0; n < groups->sum_count; n++)
+    for (uint32_t k = 0; k < groups->sums[n].part_count; k++) last[groups->sums[n].parts[k]] = NONE;
+  const uint32_t piece_chunks = input->piece_count > 0 ? gmi_plan_piece_end(input, input->piece_count - 1) : 0;
+  for (uint32_t i = 0; i < piece_chunks; i++)
+    if (pieces[input->piece_chunks[i]]++ > 0) last[input->piece_chunks[i]] = NONE;
+  for (uint32_t p = 0; p < input->piece_count; p++) {
+    facts->can_ahead[p] = input->pieces[p].ahead_slots > 0;
+    for (uint32_t i = input->pieces[p].chunk_first; i < gmi_plan_piece_end(input, p); i++)
+      facts->can_ahead[p] &= last[input->piece_chunks[i]] <= input->pieces[p].ahead_op + 1;
+  }
+}
+
 gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts_out) {
   gmi_facts_t facts = { .input = input };
   uint32_t ops = input->op_count, pieces = input->piece_count;
   uint32_t *next_op = malloc((size_t)input->chunk_count * sizeof *next_op + 1);
+  uint32_t *piece_counts = malloc((size_t)input->chunk_count * sizeof *piece_counts + 1);
   uint64_t *begin_ns = malloc(((size_t)ops + 1) * sizeof *begin_ns);
   uint64_t(*keys)[2] = malloc((size_t)pieces * sizeof *keys + 1);
   facts.op_piece_first = calloc((size_t)ops + 2, sizeof(uint32_t));
   facts.op_pieces = malloc((size_t)pieces * sizeof(uint32_t) + 1);
   facts.op_pieces_by_use = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  facts.op_ahead_first = calloc((size_t)ops + 2, sizeof(uint32_t));
+  facts.op_ahead = malloc((size_t)pieces * sizeof(uint32_t) + 1);
+  facts.can_ahead = malloc((size_t)pieces + 1);
   facts.piece_use = malloc((size_t)pieces * sizeof(uint32_t) + 1);
   facts.pieces_by_gap = malloc((size_t)pieces * sizeof(uint32_t) + 1);
-  bool done = next_op != NULL && begin_ns != NULL && keys != NULL && facts.op_piece_first != NULL &&
-              facts.op_pieces != NULL && facts.op_pieces_by_use != NULL && facts.piece_use != NULL &&
-              facts.pieces_by_gap != NULL;
+  bool done = next_op != NULL && piece_counts != NULL && begin_ns != NULL && keys != NULL &&
+              facts.op_piece_first != NULL && facts.op_pieces != NULL && facts.op_pieces_by_use != NULL &&
+              facts.op_ahead_first != NULL && facts.op_ahead != NULL && facts.can_ahead != NULL &&
+              facts.piece_use != NULL && facts.pieces_by_gap != NULL;
   if (!done) goto end;
 
   /* Counting sort by after_op. While the list is filled, op_piece_first[op + 1] is the next free position of op; in
@@ -71,6 +103,12 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
   for (uint32_t p = 0; p < pieces; p++) facts.op_piece_first[input->pieces[p].after_op + 2]++;
   for (uint32_t op = 1; op <= ops; op++) facts.op_piece_first[op + 1] += facts.op_piece_first[op];
   for (uint32_t p = 0; p < pieces; p++) facts.op_pieces[facts.op_piece_first[input->pieces[p].after_op + 1]++] = p;
+  find_ahead(&facts, next_op, piece_counts);
+  for (uint32_t p = 0; p < pieces; p++)
+    if (facts.can_ahead[p]) facts.op_ahead_first[input->pieces[p].ahead_op + 2]++;
+  for (uint32_t op = 1; op <= ops; op++) facts.op_ahead_first[op + 1] += facts.op_ahead_first[op];
+  for (uint32_t p = 0; p < pieces; p++)
+    if (facts.can_ahead[p]) facts.op_ahead[facts.op_ahead_first[input->pieces[p].ahead_op + 1]++] = p;
 
   find_uses(&facts, next_op);
   for (uint32_t op = 0; op < ops; op++) {
@@ -99,6 +137,7 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
 
 end:
   free(next_op);
+  free(piece_counts);
   free(begin_ns);
   free(keys);
   if (!done) {

@@ -10,13 +10,16 @@
 
 #include "policy/policy.h"
 
-/* Tables that depend on the input alone, not on which pieces run on the device. Every list of pieces is a
- * permutation of 0..piece_count-1. */
+/* Tables that depend on the input alone, not on which pieces run on the device. Every list of all pieces is
+ * a permutation of 0..piece_count-1. */
 typedef struct gmi_facts {
   const gmi_plan_input_t *input;
   uint32_t *op_piece_first;   /* [op_count + 1] index into op_pieces and op_pieces_by_use */
   uint32_t *op_pieces;        /* [piece_count] sorted by after_op, then index */
   uint32_t *op_pieces_by_use; /* [piece_count] sorted by after_op, then soonest next use by an op, then index */
+  uint32_t *op_ahead_first;   /* [op_count + 1] index into op_ahead */
+  uint32_t *op_ahead;         /* the pieces that can be computed ahead, sorted by ahead_op, then index */
+  uint8_t *can_ahead;         /* [piece_count] 1: one of these */
   /* [piece_count] the next op that uses one of the piece's shared chunks, or waits for a gather from one; + op_count if
    * it is in the next iteration; UINT32_MAX if there is none */
   uint32_t *piece_use;

@@ -57,6 +57,7 @@ void gmi_plan_free(gmi_plan_t *plan) {
   free(plan->evicts);
   free(plan->evict_first);
   free(plan->piece_on_device);
+  free(plan->piece_ahead);
   free(plan->resident_at_start);
   free(plan->stays);
   free(plan->next_use);
@@ -119,6 +120,7 @@ static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
   for (uint32_t p = 0; p < input->piece_count; p++) {
     const gmi_plan_piece_t *piece = &input->pieces[p];
     if (piece->after_op >= input->op_count || (p == 0 && piece->chunk_first != 0)) return false;
+    if (piece->ahead_slots > 0 && piece->ahead_op > piece->after_op) return false;
     if (piece->chunk_first > gmi_plan_piece_end(input, p)) return false;
     if (piece->shared_count > gmi_plan_piece_end(input, p) - piece->chunk_first) return false;
     if (!add_time(&total_ns, 1, piece->host_ns) || !add_time(&total_ns, 1, piece->device_ns)) return false;
@@ -248,10 +250,23 @@ static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
   return GEMINI_OK;
 }
 
+/* Has host pieces computed ahead while there are spare slots: those first whose chunks are used soonest afterwards, as
+ * their uses could wait least for an update that begins only then. */
+static void choose_ahead(const planner_t *p, gmi_plan_t *plan) {
+  uint64_t left = p->input->spare_slots;
+  for (uint32_t i = 0; i < p->input->piece_count; i++) {
+    const uint32_t piece = p->facts.pieces_by_gap[i], slots = p->input->pieces[piece].ahead_slots;
+    if (!p->facts.can_ahead[piece] || plan->piece_on_device[piece] || slots > left) continue;
+    left -= slots;
+    plan->piece_ahead[piece] = 1;
+  }
+}
+
 /* Makes p->plan from the decisions in hits, and simulates it. */
 static gemini_status_t make_moves(planner_t *p, const gmi_model_t *model, const gmi_hits_t *hits) {
   gmi_plan_free(&p->plan);
   gemini_status_t status = gmi_schedule_make(model, hits, &p->plan);
+  if (status == GEMINI_OK) choose_ahead(p, &p->plan);
   if (status == GEMINI_OK) status = gmi_simulate(&p->facts, &p->plan, NULL);
   p->plan.optimum_count = p->optimum.bound_count;
   spend(p, SIMULATE_VISITS * (model_visits(model) + hits->fetch_count));

@@ -21,6 +21,9 @@
  * sides; a host piece then needs its state chunks on the host too. A pinned chunk never moves, whatever its pieces
  * need.
  *
+ * A host piece may be computed *ahead*: beside ops, from an earlier one on, into spare slots of the host. The results
+ * take the place of the old values after its op; nothing sees them before.
+ *
  * The plan covers one iteration and repeats: the chunks resident at its begin are resident at its end. */
 #ifndef GMI_POLICY_H
 #define GMI_POLICY_H
@@ -50,6 +53,10 @@ typedef struct gmi_plan_piece {
   uint32_t after_op;    /* submitted when this op has ended; less than op_count */
   uint32_t chunk_first; /* index into piece_chunks; ends where the next piece begins. Shared chunks come first */
   uint32_t shared_count;
+  /* That its new values take while it is computed ahead; 0: it cannot be. Nor can it if one of its chunks is used after
+   * ahead_op, or by another piece, or in a group. */
+  uint32_t ahead_slots;
+  uint32_t ahead_op; /* it can be computed ahead when this op has ended; at most after_op */
   uint32_t reserved;
   uint64_t host_ns;   /* duration on all host workers together */
   uint64_t device_ns; /* duration on the device when nothing else runs */
@@ -99,8 +106,10 @@ typedef struct gmi_plan_input {
   uint32_t host_slots; /* chunks that fit on the host; set only when there is a file tier below. 0: all chunks fit */
   /* pieces whose states may be read, updated and written at the same time when the states are in files */
   uint32_t host_pieces_ahead;
+  uint32_t spare_slots;                 /* of the host, for the new values of pieces that are computed ahead */
   uint64_t file_read_ns, file_write_ns; /* duration of one chunk; reads and writes share the bandwidth of the files */
   uint32_t placement;                   /* GEMINI_PLACEMENT_*, below GMI_PLACEMENTS */
+  uint32_t reserved;
   uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */
@@ -142,6 +151,7 @@ typedef struct gmi_plan {
   gmi_plan_move_t *evicts;    /* sorted by op, within an op like fetches */
   uint32_t *evict_first;      /* [op_count + 1] */
   uint8_t *piece_on_device;   /* [piece_count] */
+  uint8_t *piece_ahead;       /* [piece_count] 1: a host piece that is computed ahead */
   uint8_t *resident_at_start; /* [chunk_count] 1: on the device, or being fetched, when the iteration begins */
   uint8_t *stays;             /* [chunk_count] 1: never leaves the device under this plan */
   /* [accesses] the op with the chunk's next access (by the op or a device piece after it); + op_count if that is in

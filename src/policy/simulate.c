@@ -13,7 +13,8 @@
  *   its chunks are done. Of the ready pieces, the workers take the one whose shared chunks an op uses next soonest,
  *   then the lowest index. If none is ready, they wait for the first that becomes ready. The chunks of a piece are
  *   current host_delay_ns after its work, because each worker finishes other work first. A piece is done before it is
- *   submitted again in the next iteration.
+ *   submitted again in the next iteration. A piece that is computed ahead is submitted when its ahead_op has ended.
+ *   Until its own op has, the workers take it behind all others; of several, the one submitted first.
  * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
  *   files before the update and written after it, a few pieces at a time. They run after the other host
  *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
@@ -38,6 +39,7 @@
 #define MAX_ITERATIONS 6
 #define NONE UINT32_MAX
 #define NOT_SUBMITTED UINT64_MAX
+#define AHEAD (UINT64_C(1) << 63) /* key of pieces that are computed ahead: behind those with a next use */
 
 /* Free frames in the order in which they were given back, oldest first, grouped by the time at which they become
  * ready. Invariant: free_frames of machine_t is the sum of the counts. */
@@ -105,6 +107,7 @@ typedef struct machine {
   /* [chunk_count] the last submitted piece that uses the chunk and is not done, as an index into piece_chunks; NONE */
   uint32_t *last_taker;
   uint32_t *next_taker; /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
+  uint64_t ahead_count; /* pieces submitted to be computed ahead so far */
   uint64_t owed_ns;     /* work of submitted pieces that are not done */
   uint64_t ops_before;  /* ops of all iterations before this one */
   uint64_t *updated_ns; /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
@@ -225,9 +228,9 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   return true;
 }
 
-/* Submits a host piece at the end of its op. Chains it behind the last submitted piece of each of its chunks; it is
- * blocked until those are done. */
-static void submit(machine_t *m, uint32_t piece) {
+/* Submits a host piece at the end of its op, or of its ahead_op. Chains it behind the last submitted piece of each of
+ * its chunks; it is blocked until those are done. */
+static void submit(machine_t *m, uint32_t piece, uint64_t use) {
   const gmi_plan_input_t *input = m->facts->input;
   while (m->ready_ns[piece] != NOT_SUBMITTED) run_piece(m, UINT64_MAX);
   uint64_t ready_ns = m->idle.stream_ns;
@@ -240,9 +243,43 @@ static void submit(machine_t *m, uint32_t piece) {
     m->last_taker[chunk] = i;
   }
   m->ready_ns[piece] = ready_ns;
-  m->next_use[piece] = m->facts->piece_use[piece] == NONE ? UINT64_MAX : m->ops_before + m->facts->piece_use[piece];
+  m->next_use[piece] = use;
   m->owed_ns += input->pieces[piece].host_ns;
   if (m->blocked[piece] == 0) push(&m->coming, ready_ns, piece);
+}
+
+/* Is the piece submitted before its op has ended? */
+static bool is_ahead(const machine_t *m, uint32_t piece) {
+  return m->plan->piece_ahead[piece] &&
+         m->facts->input->pieces[piece].ahead_op < m->facts->input->pieces[piece].after_op;
+}
+
+/* Submits the pieces that are computed ahead from the end of op. */
+static void submit_ahead(machine_t *m, uint32_t op) {
+  for (uint32_t i = m->facts->op_ahead_first[op]; i < m->facts->op_ahead_first[op + 1]; i++)
+    if (is_ahead(m, m->facts->op_ahead[i])) submit(m, m->facts->op_ahead[i], AHEAD + m->ahead_count++);
+}
+
+/* Submits the host pieces of op, which has ended. Of those computed ahead, what is left is urgent from now on. */
+static void submit_pieces(machine_t *m, uint32_t op) {
+  bool changed = false;
+  for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
+    uint32_t piece = m->facts->op_pieces_by_use[i], next = m->facts->piece_use[piece];
+    const uint64_t use = next == NONE ? UINT64_MAX : m->ops_before + next;
+    if (m->plan->piece_on_device[piece]) continue;
+    if (is_ahead(m, piece)) {
+      m->next_use[piece] = use;
+      changed = true;
+    } else if (m->streamed[piece] == 0) {
+      submit(m, piece, use);
+    } else {
+      m->queue.pieces[m->queue.count] = piece;
+      m->queue.ns[m->queue.count++] = m->idle.stream_ns;
+    }
+  }
+  const uint32_t count = changed ? m->ready.count : 0;
+  if (changed) m->ready.count = 0; /* in place: no item is overwritten before it is read */
+  for (uint32_t i = 0; i < count; i++) push(&m->ready, m->next_use[m->ready.items[i].piece], m->ready.items[i].piece);
 }
 
 /* Issues the fetches of the current op that belong to piece: each takes a frame. They are evaluated later, by
@@ -565,18 +602,10 @@ static void run_iteration(machine_t *m) {
       update_on_device(m, piece);
       issue_evicts(m, &evict, evict_end, piece);
     }
-    for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
-      uint32_t piece = m->facts->op_pieces_by_use[i];
-      if (plan->piece_on_device[piece]) continue;
-      if (m->streamed[piece] == 0) {
-        submit(m, piece);
-      } else {
-        m->queue.pieces[m->queue.count] = piece;
-        m->queue.ns[m->queue.count++] = m->idle.stream_ns;
-      }
-    }
-    /* leaves only the work that is really behind, which keeps the heaps small */
+    /* leaves only the work that is really behind, which keeps the heaps small, and may become urgent now */
     while (run_piece(m, m->idle.stream_ns)) continue;
+    submit_pieces(m, op);
+    submit_ahead(m, op);
     if (m->stall_ns > m->worst_stall_ns) m->worst_op = op, m->worst_stall_ns = m->stall_ns;
     /* a move names a piece that does not run on the device after this op */
     if (fetch != fetch_end || evict != evict_end) m->starved = true;
@@ -632,6 +661,8 @@ static bool moves_fit(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
   }
   for (uint32_t e = 0; e < plan->evict_first[plan->op_count]; e++)
     if (plan->evicts[e].chunk >= plan->chunk_count) return false;
+  for (uint32_t p = 0; p < plan->piece_count; p++)
+    if (plan->piece_ahead[p] && (plan->piece_on_device[p] || input->pieces[p].ahead_slots == 0)) return false;
   return true;
 }
 

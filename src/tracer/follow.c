@@ -10,7 +10,9 @@
  * value below the present position is recognised as outdated. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "chunk/update.h"
 #include "tracer/variants.h"
 
 /* ---- queries */
@@ -100,6 +102,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   v->bundle = *bundle;
   m->trace.tracer->planned = true;
+  m->trace.tracer->now.due.variant = GMI_NONE;
   m->stats.plans++;
   gmi_tracer_publish_plan(m, v);
 }
@@ -190,8 +193,8 @@ static uint32_t first_move(const gmi_plan_move_t *moves, uint32_t low, uint32_t 
   return low;
 }
 
-/* Issues the plan's fetches at the begin of op, or of one of its device pieces (piece not GMI_NO_PIECE). */
-void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
+/* Issues the plan's fetches at the begin of a device piece. */
+static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
   uint32_t end = b->plan.fetch_first[op + 1];
   for (uint32_t i = first_move(b->plan.fetches, b->plan.fetch_first[op], end, piece); i < end; i++) {
@@ -202,6 +205,56 @@ void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t
     if (status == GEMINI_ERR_OOM_DEVICE) break;
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
   }
+}
+
+/* Has the op that needs the chunk of a due fetch ended? Then it has been fetched on demand. */
+static bool is_too_late(const gmi_tracer_t *t, const gmi_plan_move_t *move, bool of_this_iteration) {
+  const bool for_next = move->use_op < move->op;
+  if (for_next == of_this_iteration) return !for_next; /* it ended with the last iteration, or is in the next one */
+  return t->op_index > move->use_op;
+}
+
+void gmi_tracer_plan_more(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const bool left = gmi_updates_more(m); /* their chunks come first */
+  const variant_t *v = gmi_tracer_active_variant(t);
+  if (left || !v || !v->bundle.made || t->now.due.variant != t->active) return;
+  for (uint32_t k = 0; k < 2; k++) {
+    while (t->now.due.next[k] < t->now.due.end[k]) {
+      const gmi_plan_move_t *move = &v->bundle.plan.fetches[t->now.due.next[k]];
+      gmi_chunk_t *c = v->bundle.chunk_of[move->chunk];
+      if (move->piece == GMI_NO_PIECE && !is_too_late(t, move, k)) {
+        if (gmi_chunk_work_pending(m, c) && gmi_link_is_full(m, gmi_link_in(m))) return;
+        gemini_status_t status = fetch_ahead(m, c);
+        if (status == GEMINI_ERR_OOM_DEVICE) { /* no frame is free yet: the acquire fetches this chunk and later ones */
+          t->now.due.next[k] = t->now.due.end[k];
+          break;
+        }
+        if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
+      }
+      t->now.due.next[k]++;
+    }
+  }
+}
+
+void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const bool goes_on = t->now.due.variant == t->active && t->entered == t->active;
+  t->now.due.next[0] = goes_on ? t->now.due.next[1] : 0;
+  t->now.due.end[0] = goes_on ? v->bundle.plan.fetch_first[v->bundle.input.op_count] : 0;
+  t->now.due.next[1] = t->now.due.end[1] = 0;
+  t->now.due.variant = t->active;
+}
+
+void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v) {
+  gmi_tracer_t *t = m->trace.tracer;
+  if (t->now.due.variant != t->active) {
+    t->now.due.next[0] = t->now.due.end[0] = 0;
+    t->now.due.next[1] = v->bundle.plan.fetch_first[t->op_index];
+    t->now.due.variant = t->active;
+  }
+  t->now.due.end[1] = v->bundle.plan.fetch_first[t->op_index + 1];
+  gmi_tracer_plan_more(m);
 }
 
 /* Issues the plan's evictions at the end of op, or of one of its device pieces. */
@@ -235,7 +288,7 @@ static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piec
 }
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);
-  if (v) gmi_tracer_plan_fetch(m, v, v->bundle.input.pieces[piece].after_op, piece);
+  if (v) plan_fetch(m, v, v->bundle.input.pieces[piece].after_op, piece);
 }
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);
@@ -245,24 +298,20 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_on_device[piece];
 }
-/* From the open op to the last op of the next iteration, or of this one, that uses what the plan's pieces write. In the
- * shortest times: where the calling thread, and with it the device, waits for updates, the others grow with these. */
-static uint64_t time_to_last_use(const gmi_tracer_t *t, const variant_t *v) {
-  const gmi_plan_bundle_t *b = &v->bundle;
-  const uint32_t ops = b->input.op_count;
-  uint32_t last = ops;
-  uint64_t left = 0;
-  for (uint32_t i = 0; i < b->input.piece_count; i++)
-    if (b->plan.piece_use[i] != UINT32_MAX && b->plan.piece_use[i] > last) last = b->plan.piece_use[i];
-  for (uint32_t op = t->op_index; op < last; op++) {
-    const gmi_trace_op_t *one = &v->trace.ops[op % ops];
-    left += one->least_ns ? one->least_ns : one->compute_ns;
+/* Notes in which op a piece could have been computed ahead. Without memory the plan knows less. */
+static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {
+  gmi_trace_t *trace = &v->trace;
+  if (trace->ahead_count != v->bundle.input.piece_count) {
+    uint32_t *ops = realloc(trace->ahead_ops, v->bundle.input.piece_count * sizeof *ops);
+    if (!ops) return;
+    trace->ahead_ops = ops;
+    trace->ahead_count = v->bundle.input.piece_count;
+    memset(ops, 0xff, trace->ahead_count * sizeof *ops);
   }
-  return left;
+  trace->ahead_ops[piece] = t->record.op_count - 1;
 }
 
-bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
-                           uint64_t waiting) {
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = gmi_tracer_active_variant(t);
   for (uint32_t u = 0; v && v->bundle.made && u < v->trace.update_count; u++) {
@@ -270,16 +319,10 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
     if (update->arenas[0] != arena || element < update->first_element ||
         element - update->first_element >= update->element_count)
       continue;
-    const gmi_plan_t *plan = &v->bundle.plan;
     uint32_t piece = (uint32_t)(element / unit - update->first_element / unit);
-    if (!planned_piece(m, u, &piece)) return true;
-    const uint64_t host_ns = v->bundle.input.pieces[piece].host_ns;
-    if (!plan->piece_on_device[piece]) {
-      t->now.ahead_ns += host_ns;
-      return true;
-    }
-    const uint64_t own = plan->update_busy_ns > t->now.ahead_ns ? plan->update_busy_ns - t->now.ahead_ns : 0;
-    return !resident && (waiting + 1) * host_ns + own <= time_to_last_use(t, v);
+    if (!t->record.op_count || !planned_piece(m, u, &piece)) return true;
+    note_ahead(t, v, piece);
+    return v->bundle.ahead ? v->bundle.plan.piece_ahead[piece] : !v->bundle.plan.piece_on_device[piece];
   }
   return true;
 }

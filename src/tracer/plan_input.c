@@ -11,6 +11,7 @@
 
 #include "chunk/arena.h"
 #include "chunk/cut.h"
+#include "chunk/host.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
 #include "chunk/update.h"
@@ -120,7 +121,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     for (uint64_t at = update->first_element; at < end; pieces++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       uint64_t begin = chunks;
-      uint32_t shared = 0;
+      uint32_t shared = 0, written = 0;
       for (int pass = 0; pass < 2; pass++) {
         for (uint32_t k = 0; k < update->arena_count; k++) {
           gmi_arena_t *a = gmi_arena_at(m, update->arenas[k]);
@@ -128,6 +129,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
           uint32_t first, last;
           if (!chunk_range(b, a->store, at * a->element_bytes, (stop - at) * a->element_bytes, &first, &last))
             return false;
+          written += update->modes[k] & GEMINI_WRITE ? last - first + 1 : 0;
           for (uint32_t c = first; c <= last; c++) {
             if (fill) add_chunk(b->piece_chunks, &chunks, begin, b->base[a->store] + c);
             else chunks++;
@@ -139,6 +141,11 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
         uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
         b->pieces[pieces] =
             (gmi_plan_piece_t){ .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared };
+        const gmi_trace_t *trace = b->trace;
+        if (trace->ahead && trace->ahead_count == b->piece_count && trace->ahead_ops[pieces] <= after) {
+          b->pieces[pieces].ahead_op = trace->ahead_ops[pieces];
+          b->pieces[pieces].ahead_slots = written;
+        }
         /* holds the number of elements until gmi_plan_bundle_times() sets the time */
         b->pieces[pieces].host_ns = stop - at;
       }
@@ -319,6 +326,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
                                      .host_slots = has_files ? m->host.slot_count : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
+                                     .spare_slots = trace->ahead && cut_so ? gmi_host_spare(m) : 0,
                                      .ops = b.ops,
                                      .accesses = b.accesses,
                                      .pieces = b.pieces,
@@ -330,7 +338,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .link_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST),
                                      .file_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_HOST, GEMINI_TIER_FILE),
                                      .placement = m->config.placement,
-                                     .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
+                                     .pieces_apart = 1, /* updates have a stream of their own on every device */
                                      .static_param_fraction = m->config.static_param_fraction,
                                      .static_optim_fraction = m->config.static_optim_fraction,
                                      .groups = { .gather_count = trace->gather_count,
@@ -378,6 +386,8 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     else if (status) gmi_fail(status, 0, "no plan could be made: %s", gemini_status_string(status));
   }
   bundle.made = status == GEMINI_OK;
+  bundle.ahead = trace->ahead;
+  for (uint32_t p = 0; bundle.made && p < b.piece_count; p++) bundle.plans_ahead |= bundle.plan.piece_ahead[p];
   if (status) gmi_plan_bundle_free(&bundle);
   else *out = bundle;
   return status;

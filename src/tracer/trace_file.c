@@ -58,6 +58,7 @@ void gmi_trace_free(gmi_trace_t *t) {
   free(t->updates);
   free(t->gathers);
   free(t->sums);
+  free(t->ahead_ops);
   memset(t, 0, sizeof *t);
 }
 
@@ -176,7 +177,7 @@ static const char *read_line(reader_t *r, const char *line) {
     if (!op || !op->name) return no_memory(r);
     op->phase = (uint32_t)v[0];
     op->compute_ns = v[1];
-    op->samples = 1;
+    gmi_times_add(&op->times, v[1]);
     op->nonmodel_peak = op->nonmodel_least = v[2];
     op->heap_pages = (uint32_t)((v[3] + PAGE_UNIT - 1) / PAGE_UNIT);
     return NULL;

@@ -32,7 +32,7 @@ gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
   }
   t->record.names = t->names;
   pthread_mutex_init(&t->touch_lock, NULL);
-  t->active = t->previous = t->entered = GMI_NONE;
+  t->active = t->previous = t->entered = t->now.due.variant = GMI_NONE;
   m->trace.tracer = t;
   return GEMINI_OK;
 }
@@ -65,32 +65,40 @@ void gmi_tracer_forget(gmi_manager_t *m) {
   pthread_mutex_lock(&t->touch_lock); /* an op may be open */
   gmi_gathers_forget(t->gathers);
   pthread_mutex_unlock(&t->touch_lock);
-  t->active = t->previous = t->entered = GMI_NONE;
+  t->active = t->previous = t->entered = t->now.due.variant = GMI_NONE;
   t->history_size = 0;
   t->record_lost = m->bracket.iteration_open;
   memset(t->agrees, 0, sizeof t->agrees);
 }
 
 /* ---- brackets */
-/* Updates the variant's op times with those of the last iteration that have not been learned yet: a running mean over
- * at most 8 samples. The times of warm-up, which include first touches and other waits, are dropped with the first
- * planned iteration. */
+uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns) {
+  uint64_t sorted[GMI_TIMES];
+  times->ns[times->count++ % GMI_TIMES] = ns;
+  const uint32_t count = times->count < GMI_TIMES ? times->count : GMI_TIMES;
+  for (uint32_t i = 0; i < count; i++) {
+    uint32_t at = i;
+    for (; at > 0 && sorted[at - 1] > times->ns[i]; at--) sorted[at] = sorted[at - 1];
+    sorted[at] = times->ns[i];
+  }
+  return sorted[(count - 1) / 2];
+}
+
+/* Learns the times of the last iteration's ops that have not been learned yet. The times of warm-up, which include first
+ * touches and other waits, are dropped with the first planned iteration. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   for (; t->now.learned < t->resolved && t->now.learned < v->trace.op_count; t->now.learned++) {
     const uint64_t duration = t->durations[t->now.learned];
     gmi_trace_op_t *op = &v->trace.ops[t->now.learned];
     if (duration == UINT64_MAX) continue;
-    if (t->now.first_planned) op->samples = 0;
-    op->samples++;
-    if (op->samples == 1 || duration < op->least_ns) op->least_ns = duration;
-    int64_t weight = op->samples < 8 ? op->samples : 8;
-    op->compute_ns = (uint64_t)((int64_t)op->compute_ns + ((int64_t)duration - (int64_t)op->compute_ns) / weight);
+    if (t->now.first_planned) op->times.count = 0;
+    op->compute_ns = gmi_times_add(&op->times, duration);
   }
 }
 
 /* Learns what the last iteration's end was too early for, given its duration from begin to begin: the times of ops that
- * the device had not ended then, as the caller's thread was ahead of it; and the time outside the ops, a running mean
- * over at most 8 samples. */
+ * the device had not ended then, as the caller's thread was ahead of it; and the time outside the ops. What that was
+ * before there was a plan does not count any more. */
 static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
@@ -98,10 +106,8 @@ static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
   if (!v || v->last_used != t->iteration) return;
   if (t->record.op_count == v->trace.op_count) learn_times(t, v);
   if (!t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns) return;
-  uint64_t seen = v->planned_runs ? v->planned_runs : v->runs;
-  int64_t weight = seen < 8 ? (int64_t)seen : 8;
-  int64_t error = (int64_t)(step_ns - t->in_ops_ns) - (int64_t)v->trace.outside_ns;
-  v->trace.outside_ns = (uint64_t)((int64_t)v->trace.outside_ns + error / weight);
+  if (v->planned_runs == 1) v->trace.outside.count = 0;
+  v->trace.outside_ns = gmi_times_add(&v->trace.outside, step_ns - t->in_ops_ns);
 }
 
 /* Appends a variant to the history and drops the oldest entry of a full one. */
@@ -168,8 +174,9 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
-  t->now.ahead_ns = 0;
+  t->now.committed = m->stats.committed_elements;
   t->now.learned = 0;
+  t->now.first_planned = false;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -180,6 +187,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   variant_t *v = gmi_tracer_active_variant(t);
   if (v && v->bundle.made) {
     gmi_tracer_publish_plan(m, v);
+    gmi_tracer_plan_begin(m, v);
     if (t->entered != t->active) gmi_tracer_enter_plan(m, v);
     t->entered = t->active;
   }
@@ -256,7 +264,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
   gmi_reap(m);
   gmi_nvtx_push(name);
-  if (v && v->bundle.made) gmi_tracer_plan_fetch(m, v, t->op_index, GMI_NO_PIECE);
+  if (v && v->bundle.made) gmi_tracer_plan_op(m, v);
   return gmi_gathers_op_begin(m, t->gathers, kept, op->phase); /* the op is open, also if this fails */
 }
 
@@ -305,6 +313,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   t->op_index++;
   gmi_tracer_resolve(m, false);
   gmi_timeline_poll(m);
+  gmi_tracer_plan_more(m);
   return GEMINI_OK;
 }
 
@@ -356,6 +365,23 @@ static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
   learn_times(t, v);
+}
+
+/* Learns whether steps take over what was computed ahead. A plan for it is made after an iteration that did, and
+ * another one after several that did not, though they could have. Each time that this happens, it takes longer until
+ * plans are made for it again. */
+static void learn_ahead(gmi_manager_t *m, variant_t *v) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  if (m->stats.committed_elements > t->now.committed) {
+    v->ahead.taken++;
+    v->ahead.missed = 0;
+    if (v->ahead.taken >= UINT32_C(1) << v->ahead.doubt) v->trace.ahead = true;
+  } else if (!v->bundle.ahead || v->bundle.plans_ahead) {
+    v->ahead.taken = 0;
+    if (++v->ahead.missed < AHEAD_PATIENCE || !v->trace.ahead) return;
+    v->trace.ahead = false;
+    if (v->ahead.doubt < AHEAD_DOUBTS) v->ahead.doubt++;
+  }
 }
 
 /* Returns an unused variant, or forgets the one used least recently. */
@@ -424,9 +450,8 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   t->record = (gmi_trace_t){ .names = t->names };
   /* the trace has the ops of the record, to which resolved and durations belong */
   for (uint32_t i = 0; i < v->trace.op_count; i++) {
-    v->trace.ops[i].samples = i < t->resolved && t->durations[i] != UINT64_MAX;
-    v->trace.ops[i].compute_ns = v->trace.ops[i].samples ? t->durations[i] : 1;
-    v->trace.ops[i].least_ns = v->trace.ops[i].samples ? t->durations[i] : 0;
+    const bool known = i < t->resolved && t->durations[i] != UINT64_MAX;
+    v->trace.ops[i].compute_ns = known ? gmi_times_add(&v->trace.ops[i].times, t->durations[i]) : 1;
   }
   *index_out = index;
 }
@@ -509,6 +534,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (v->bundle.made && !t->departed) {
       m->stats.planned_iterations++;
       v->planned_runs++;
+      learn_ahead(m, v);
     }
   }
   v->runs++;
@@ -517,13 +543,15 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   t->previous = index;
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
-   * iterations. Later the plan stays, and only the prediction is updated, after 4, 8, 16, ... planned iterations. */
+   * iterations. Later it is only made again if steps begin or cease to take over what is computed ahead; otherwise the
+   * prediction is updated, after 4, 8, 16, ... planned iterations. */
   if (has_outgrown_plan(v)) return plan_with_headroom(m, v);
   if (has_stopped_growing(v)) {
     v->trace.headroom = 0;
     return gmi_tracer_variant_plan(m, v);
   }
-  if (v->bundle.made ? chooses || (whole && v->planned_runs == SETTLE_RUNS) : !v->refused) {
+  const bool turns = v->planned_runs > SETTLE_RUNS && v->trace.ahead != v->bundle.ahead;
+  if (v->bundle.made ? chooses || (whole && (v->planned_runs == SETTLE_RUNS || turns)) : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
     return left ? left : gmi_tracer_variant_plan(m, v);
   }

@@ -24,6 +24,15 @@
 
 enum { GMI_VARIANTS = 16 };
 
+/* The last times of something. Their median counts, the lower one of two: what happens once, such as that memory is
+ * committed, says nothing of the times to come. */
+enum { GMI_TIMES = 5 };
+typedef struct gmi_times {
+  uint64_t ns[GMI_TIMES];
+  uint32_t count, reserved; /* ever added */
+} gmi_times_t;
+uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns); /* returns the median */
+
 typedef struct gmi_trace_use { /* a use: bytes that an op accesses, in the arena that stores them */
   uint32_t arena, mode;
   uint64_t offset, size;
@@ -42,13 +51,12 @@ typedef struct gmi_trace_op {
   uint64_t nonmodel_peak;  /* peak of live non-model bytes while the op was open; of a variant that only reads, the
                              highest of all its iterations */
   uint64_t nonmodel_least; /* of a variant that only reads: the lowest such peak */
-  uint64_t compute_ns;     /* mean over the iterations seen; 0: not measured yet */
-  uint64_t least_ns;       /* the shortest of those times, which no delay of the calling thread adds to; 0: none */
+  uint64_t compute_ns;     /* median of times; 0: not measured yet */
+  gmi_times_t times;
   uint32_t phase;
   /* peak of heap pages under live non-model memory and of gradients of sharded arenas, together; a page is as large as
    * a chunk */
   uint32_t heap_pages;
-  uint32_t samples; /* measurements in compute_ns */
   uint32_t use_first, use_count;
   uint32_t all_pages; /* the same peak with gathered parameters */
   uint32_t gathered;  /* pages that gathered parameters take beside heap_pages when their gathers are planned */
@@ -73,6 +81,12 @@ typedef struct gmi_trace {
   uint32_t headroom;    /* heap pages that a plan leaves free beyond the peaks, as these have grown */
   /* time of an iteration, from begin to begin, outside its ops: the caller's own work, norms, reads of results */
   uint64_t outside_ns;
+  gmi_times_t outside;
+  /* Updates ahead of the step; not in files. ahead_ops: [ahead_count] by piece of the plan, the op in which it was
+   * asked whether to compute it ahead, GMI_NONE: in none; ahead: results are expected to be taken over. */
+  uint32_t *ahead_ops;
+  uint32_t ahead_count;
+  bool ahead;
   bool zeroed[GMI_ARENAS]; /* of a trace read from a file: the arena reads as zero until an iteration writes to it */
 } gmi_trace_t;
 
@@ -95,12 +109,9 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
 /* Returns whether the plan runs piece number piece of update number index on the device. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
- * first. unit: elements of a piece. What the plan runs on the host is, always. What it runs on the device is not if its
- * states are there (resident). If they would have to come, it is computed ahead if the host has the time: the jobs
- * that wait, the plan's own pieces yet to come and this one would be done when the next forward pass ends, beside which
- * late updates run. */
-bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool resident,
-                           uint64_t waiting);
+ * first. unit: elements of a piece. A plan that was made for it says so; without one, what the plan runs on the host
+ * is. */
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit);
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
@@ -150,6 +161,7 @@ typedef struct gmi_plan_bundle {
   uint32_t *piece_first;  /* [update_count + 1] an update's first piece in input.pieces */
   uint32_t *group_of;     /* [groups.group_count] the manager's index of each group of the plan */
   bool made;
+  bool ahead, plans_ahead; /* as trace.ahead when the plan was made; it has pieces that are computed ahead */
 } gmi_plan_bundle_t;
 /* Makes a plan for chunks of 1 << shift bytes. If the manager's chunks have another size, the plan cannot be used
  * before the arenas have been cut to that size and gmi_plan_bundle_bind() has been called; it then assumes that no

@@ -28,6 +28,9 @@ enum { SLACK_SHARE = 64 };
 /* Iterations without growth after which a plan leaves nothing free for it any more. Each time that growth comes
  * nevertheless, twice as many are waited for. */
 enum { STEADY_RUNS = 16 };
+/* Iterations that take over nothing that was computed ahead, before the plan counts on it no more; and how often the
+ * number of those that do is doubled, before it does again. */
+enum { AHEAD_PATIENCE = 4, AHEAD_DOUBTS = 6 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -44,6 +47,10 @@ typedef struct {
   uint64_t last_used;    /* number of the last such iteration */
   uint64_t grown_run;    /* runs when an op last needed more pages than in all iterations before */
   uint32_t growths;      /* how often its peaks outgrew a plan that left nothing free for growth, once there was some */
+  struct {               /* results computed ahead; see learn_ahead() */
+    uint32_t taken, missed; /* iterations in a row in which they were taken over, or could have been and were not */
+    uint32_t doubt;         /* how often they were expected in vain */
+  } ahead;
 } variant_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
@@ -85,9 +92,14 @@ typedef struct gmi_tracer {
   uint64_t begun_ns;
   struct { /* of this iteration */
     uint64_t label;
-    uint64_t ahead_ns;  /* duration of the plan's host pieces that were computed ahead */
     uint32_t learned;   /* ops whose times its variant has learned */
     bool first_planned; /* it is the first one under its variant's plan */
+    uint64_t committed; /* stats.committed_elements at its begin */
+    /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
+     * variant: whose plan; GMI_NONE: none. */
+    struct {
+      uint32_t variant, next[2], end[2];
+    } due;
   } now;
 
   gmi_trace_t record;  /* the trace of this iteration */
@@ -126,7 +138,12 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle);
 gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v);
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v);
-void gmi_tracer_plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece);
+/* Note which fetches of the plan are due, at the begin of an iteration and of an op. */
+void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v);
+void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v);
+/* Issues fetches that are due, in their order. While the link is full, one that would wait for a worker stays due, and
+ * with it those behind it: the calling thread goes on. May give the lock away for callbacks of updates. */
+void gmi_tracer_plan_more(gmi_manager_t *m);
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 
 /* tracer/record.c */

@@ -53,7 +53,7 @@ typedef struct {
   uint32_t delay_us;
   bool fails;
 } rule_t;
-static _Atomic uint64_t elements_run, spans_begun;
+static _Atomic uint64_t elements_run, spans_begun, spans_on_device;
 static _Atomic bool gate; /* spans with a salt of 13 wait until it is open */
 
 static void run_span(const rule_t *r, const gemini_update_span_t *s) {
@@ -83,6 +83,7 @@ static gemini_status_t fn(void *user, const gemini_update_span_t *s) {
     run_span(r, s);
     return GEMINI_OK;
   }
+  atomic_fetch_add(&spans_on_device, 1);
   queued_t *q = malloc(sizeof *q);
   CHECK(q);
   *q = (queued_t){ *r, *s };
@@ -122,9 +123,7 @@ static void write_part(model_t *t, int k, uint64_t first, uint64_t count, uint64
     OK(gemini_release(t->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
 }
-static model_t model_of(uint64_t device_chunks, uint64_t host_chunks, uint32_t threads) {
-  gemini_config_t c = world_config(device_chunks, host_chunks, 0);
-  c.update_threads = threads;
+static model_t model_with(gemini_config_t c) {
   model_t t = { .w = world_open(c) };
   for (int k = 0; k < ARENAS; k++) {
     t.arena[k] = world_arena(&t.w, kinds[k], sizes[k], NULL, k ? t.arena[0] : NULL, NULL);
@@ -135,6 +134,11 @@ static model_t model_of(uint64_t device_chunks, uint64_t host_chunks, uint32_t t
   OK(gemini_arena_take(t.w.mgr, t.arena[0], ELEMENTS * sizes[0], &at));
   for (int k = 0; k < ARENAS; k++) write_part(&t, k, 0, ELEMENTS, (uint64_t)k + 1, HOST);
   return t;
+}
+static model_t model_of(uint64_t device_chunks, uint64_t host_chunks, uint32_t threads) {
+  gemini_config_t c = world_config(device_chunks, host_chunks, 0);
+  c.update_threads = threads;
+  return model_with(c);
 }
 static void model_expect(model_t *t, uint32_t tier) {
   for (int k = 0; k < ARENAS; k++) {
@@ -614,6 +618,126 @@ static void test_speculate_random_programs_have_the_bits_of_plain_updates(void) 
   for (uint64_t seed = 0; seed < 24; seed++) random_program(seed);
 }
 
+/* ---- the plan */
+static void op(model_t *t, int k, uint64_t unit, uint32_t mode, uint64_t seed, uint32_t us) {
+  const uint64_t begin = unit * UNIT, count = begin + UNIT < ELEMENTS ? UNIT : ELEMENTS - begin;
+  const uint64_t size = count * sizes[k];
+  OK(gemini_op_begin(t->w.mgr, mode == GEMINI_READ ? "forward" : "backward", GEMINI_STREAM_CALLER));
+  gemini_access_t a = world_part(t->arena[k], begin * sizes[k], size, mode, DEVICE);
+  OK(gemini_acquire(t->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; mode != GEMINI_READ && i < size; i++)
+    t->plain[k][begin * sizes[k] + i] = ((uint8_t *)a.ptr)[i] = world_byte(seed, i);
+  usleep(us);
+  OK(gemini_release(t->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_op_end(t->w.mgr));
+}
+/* A step whose gradients are final one unit after the other. clipped: nothing is taken over, and the factor, here the
+ * salt, is another one. */
+static void train(model_t *t, uint64_t step, bool clipped) {
+  enum { SPAN_US = 3000 };
+  const rule_t ahead = { .salt = step, .delay_us = SPAN_US }, rule = { .salt = step + clipped, .delay_us = SPAN_US };
+  OK(gemini_iteration_begin(t->w.mgr));
+  for (uint64_t unit = 0; unit < UNITS; unit++) op(t, PARAM, unit, GEMINI_READ, 0, 2000);
+  for (uint64_t unit = UNITS; unit-- > 0;) {
+    op(t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 8000);
+    OK(update(t, SPECULATE, ahead, unit * UNIT, unit + 1 < UNITS ? UNIT : ELEMENTS - unit * UNIT));
+  }
+  if (clipped) OK(gemini_update_drop(t->w.mgr));
+  OK(update(t, COMMIT | LATE, rule, 0, 0));
+  plain_update(t, rule.salt, 0, ELEMENTS);
+  OK(gemini_iteration_end(t->w.mgr));
+}
+static bool plan_says(const model_t *t, const char *words) {
+  char text[4096];
+  OK(gemini_plan_explain(t->w.mgr, sizeof text, text, NULL));
+  return strstr(text, words);
+}
+
+/* Once steps take results over, the plan is made for that, and its prediction; after several that do not, it is not. */
+static void test_speculate_is_planned_while_steps_take_it_over(void) {
+  gemini_config_t c = world_config(64, OWN + NEW + 8, 0);
+  c.placement = GEMINI_PLACEMENT_CPU;
+  model_t t = model_with(c);
+  uint64_t step = 100;
+  for (int i = 0; i < 3; i++) train(&t, step++, false); /* recorded, and two under the first plan */
+  const uint64_t before = world_stats(&t.w).committed_elements;
+  CHECK(before >= 2 * (uint64_t)ELEMENTS);
+  CHECK(plan_says(&t, "0 pieces on the device, 4 on the host, 4 of these computed ahead"));
+  for (int i = 0; i < 2; i++) train(&t, step++, false);
+  CHECK_EQ(world_stats(&t.w).committed_elements, before + 2 * (uint64_t)ELEMENTS);
+  const uint64_t ahead_ns = world_stats(&t.w).predicted_step_ns, plans = world_stats(&t.w).plans;
+  for (int i = 0; i < 3; i++) train(&t, step++, true);
+  CHECK(plan_says(&t, "computed ahead"));
+  CHECK_EQ(world_stats(&t.w).plans, plans);
+  train(&t, step++, true);
+  CHECK(!plan_says(&t, "computed ahead"));
+  CHECK_EQ(world_stats(&t.w).plans, plans + 1);
+  /* The forward pass takes 8 ms; 21 ms of updates were beside the backward pass, and now are not. */
+  CHECK(world_stats(&t.w).predicted_step_ns > ahead_ns + 5000000);
+  train(&t, step++, false);
+  CHECK(!plan_says(&t, "computed ahead")); /* it takes two now */
+  train(&t, step++, false);
+  CHECK(plan_says(&t, "computed ahead"));
+  OK(gemini_update_wait(t.w.mgr));
+  model_expect(&t, HOST);
+  CHECK_EQ(world_stats(&t.w).departures, 0);
+  model_close(&t);
+}
+
+/* What there is no spare memory for is not planned; what there is, is what the next step uses first. */
+static void test_speculate_is_planned_as_memory_allows(void) {
+  gemini_config_t c = world_config(64, OWN + 8, 0); /* a unit takes 7 */
+  c.placement = GEMINI_PLACEMENT_CPU;
+  model_t t = model_with(c);
+  for (uint64_t step = 100; step < 104; step++) train(&t, step, false);
+  CHECK(plan_says(&t, "4 on the host, 1 of these computed ahead"));
+  const uint64_t speculated = world_stats(&t.w).speculated_elements;
+  train(&t, 104, false);
+  CHECK_EQ(world_stats(&t.w).speculated_elements, speculated + UNIT);
+  OK(gemini_update_wait(t.w.mgr));
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
+/* ---- updates on the device while the link has much to do */
+static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full(void) {
+  enum { MORE = 200 };
+  gemini_config_t c = world_config(OWN + MORE + 8, OWN + MORE + 8, 0);
+  c.placement = GEMINI_PLACEMENT_STATIC;
+  c.static_param_fraction = c.static_optim_fraction = 1;
+  c.sim_h2d_bytes_per_s = UINT64_C(200) << 20;
+  model_t t = model_with(c);
+  const gemini_arena_t more = world_arena(&t.w, GEMINI_KIND_OTHER, 1, "more", NULL, NULL);
+  const gemini_tensor_t tensor = world_tensor(&t.w, more, "more", MORE * CHUNK);
+  uint64_t left = 0;
+  for (uint64_t step = 100; step < 106; step++) {
+    world_fill(&t.w, tensor, 0, MORE * CHUNK, HOST, step); /* comes to the device anew, which takes 62 ms */
+    OK(gemini_iteration_begin(t.w.mgr));
+    for (uint64_t unit = 0; unit < UNITS; unit++) op(&t, PARAM, unit, GEMINI_READ, 0, 100);
+    for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 100);
+    OK(gemini_op_begin(t.w.mgr, "more", t.w.stream));
+    gemini_access_t a = world_whole(tensor, GEMINI_READ, DEVICE);
+    OK(gemini_acquire(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_release(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_op_end(t.w.mgr));
+    const uint64_t before = atomic_load(&spans_begun);
+    if (step == 104) atomic_store(&spans_on_device, 0);
+    OK(update(&t, LATE, (rule_t){ .salt = step }, 0, 0));
+    plain_update(&t, step, 0, ELEMENTS);
+    if (step > 103) left += UNITS - (atomic_load(&spans_begun) - before);
+    OK(gemini_iteration_end(t.w.mgr)); /* the operators of the next one queue what is left */
+  }
+  CHECK_EQ(left, 2 * UNITS);
+  OK(gemini_update_wait(t.w.mgr));
+  CHECK_EQ(world_stats(&t.w).pending_updates, 0);
+  CHECK_EQ(spans_on_device, 2 * UNITS);
+  CHECK(plan_says(&t, "4 pieces on the device, 0 on the host"));
+  model_expect(&t, DEVICE);
+  model_expect(&t, HOST);
+  CHECK_EQ(world_stats(&t.w).departures, 0);
+  model_close(&t);
+}
+
 int main(void) {
   RUN(test_speculate_changes_nothing_until_the_commit);
   RUN(test_speculate_takes_and_gives_back_spare_memory);
@@ -625,6 +749,9 @@ int main(void) {
   RUN(test_speculate_with_gradients_in_their_parameters_bytes);
   RUN(test_speculate_is_dropped_by_a_tensor_without_a_gradient);
   RUN(test_speculate_bad_flags_are_refused);
+  RUN(test_speculate_is_planned_while_steps_take_it_over);
+  RUN(test_speculate_is_planned_as_memory_allows);
+  RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   return check_done();
 }

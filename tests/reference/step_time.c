@@ -16,6 +16,7 @@ typedef struct node {
   uint32_t first;  /* of what it waits for, up to the next node's */
   uint32_t before; /* the same piece's node of the iteration before, and the stage behind which this one is submitted */
   uint32_t behind;
+  uint32_t urgent; /* the stage from whose end on use counts; NONE: from the start */
   uint8_t state;
 } node_t;
 
@@ -29,7 +30,8 @@ typedef struct graph {
 
 static uint32_t add_node(graph_t *g, uint64_t ns, uint32_t piece) {
   CHECK(g->node_count < g->node_room);
-  g->nodes[g->node_count] = (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE };
+  g->nodes[g->node_count] =
+      (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE, .urgent = NONE };
   g->nodes[g->node_count + 1].first = g->wait_count;
   return g->node_count++;
 }
@@ -57,6 +59,16 @@ static bool can_start(const graph_t *g, uint32_t node) {
   return true;
 }
 
+/* Does piece a go before b? Those computed ahead go last until their own op has ended, in the order of submission; of
+ * equals the lowest index goes first. */
+static bool goes_before(const graph_t *g, uint32_t a, uint32_t b) {
+  const node_t *x = &g->nodes[a], *y = &g->nodes[b];
+  const bool last = x->urgent != NONE && g->nodes[x->urgent].state != DONE;
+  if (last != (y->urgent != NONE && g->nodes[y->urgent].state != DONE)) return !last;
+  if (last) return a < b;
+  return x->use != y->use ? x->use < y->use : x->piece < y->piece;
+}
+
 static void run_graph(graph_t *g) {
   uint64_t now_ns = 0;
   uint32_t working = NONE; /* the host piece that runs */
@@ -76,12 +88,9 @@ static void run_graph(graph_t *g) {
         changed = true;
       }
       if (changed || working != NONE) continue;
-      for (uint32_t n = 0; n < g->node_count; n++) { /* of equals the lowest index */
+      for (uint32_t n = 0; n < g->node_count; n++) {
         if (g->nodes[n].piece == NONE || !can_start(g, n)) continue;
-        if (working != NONE && g->nodes[working].use < g->nodes[n].use) continue;
-        if (working != NONE && g->nodes[working].use == g->nodes[n].use && g->nodes[working].piece < g->nodes[n].piece)
-          continue;
-        working = n;
+        if (working == NONE || goes_before(g, n, working)) working = n;
       }
       if (working == NONE) continue;
       g->nodes[working].state = RUNS;
@@ -121,6 +130,7 @@ typedef struct program {
   uint32_t *arrival;           /* [op_count + piece_count] */
   uint32_t *written, *updated; /* [chunk_count] back to the host, there by a piece */
   uint32_t *before;            /* [piece_count] */
+  uint32_t *ahead;             /* [piece_count] the node, from the op from which it is computed ahead to its own */
   uint32_t fetch_at, evict_at; /* in the plan */
   uint8_t *resident;
   /* of groups: the last gather of each for each op; the last sum of each into, and fetch of, each chunk; each group's last
@@ -267,8 +277,19 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
       uint32_t until = ops_until_use(in, p);
       if (until != (ahead <= in->op_count ? ahead : NONE)) continue;
       uint64_t use = until == NONE ? UINT64_MAX : (uint64_t)iteration * in->op_count + op + until;
-      add_host_piece(s, p, (flags & STEP_TIME_FIRST_IN_FIRST_OUT) != 0 ? s->g.node_count : use);
+      if ((flags & STEP_TIME_FIRST_IN_FIRST_OUT) != 0) use = s->g.node_count;
+      if (s->plan->piece_ahead[p] && (flags & STEP_TIME_NONE_AHEAD) == 0) {
+        s->g.nodes[s->ahead[p]].use = use;
+        s->g.nodes[s->ahead[p]].urgent = s->stage;
+      } else {
+        add_host_piece(s, p, use);
+      }
     }
+  }
+  for (uint32_t p = 0; p < in->piece_count; p++) {
+    if (!s->plan->piece_ahead[p] || in->pieces[p].ahead_op != op || (flags & STEP_TIME_NONE_AHEAD) != 0) continue;
+    s->ahead[p] = s->g.node_count;
+    add_host_piece(s, p, 0);
   }
 }
 
@@ -296,6 +317,7 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   s.written = filled(input->chunk_count, sizeof *s.written);
   s.updated = filled(input->chunk_count, sizeof *s.updated);
   s.before = filled(input->piece_count, sizeof *s.before);
+  s.ahead = filled(input->piece_count, sizeof *s.ahead);
   s.gathered = filled((uint64_t)input->op_count * input->groups.group_count, sizeof *s.gathered);
   s.came = filled(input->chunk_count, sizeof *s.came);
   s.op_stage = filled(input->op_count, sizeof *s.op_stage);
@@ -328,6 +350,7 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   free(s.written);
   free(s.updated);
   free(s.before);
+  free(s.ahead);
   free(s.resident);
   free(s.gathered);
   free(s.came);

@@ -5,7 +5,10 @@
 
 #include "policy/policy.h"
 
-enum { STEP_TIME_FIRST_IN_FIRST_OUT = 1 /* the workers take pieces in the order in which they were submitted */ };
+enum {
+  STEP_TIME_FIRST_IN_FIRST_OUT = 1, /* the workers take pieces in the order in which they were submitted */
+  STEP_TIME_NONE_AHEAD = 2          /* nothing is computed ahead, whatever the plan says */
+};
 
 /* How long the last of so many iterations takes. Inputs without files whose device pieces take turns with the ops.
  * false: a piece was submitted again before it was done, for which there is no rule but that it must be done. */
