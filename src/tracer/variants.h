@@ -32,8 +32,8 @@ typedef struct {
   gmi_trace_t trace;
   gmi_plan_bundle_t bundle; /* bundle.made: the variant has a plan */
   bool used;
-  bool refused;          /* no plan exists for the current budgets */
-  bool reads_only;       /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  bool refused;    /* no plan exists for the current budgets */
+  bool reads_only; /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
   /* its plan moves nothing and has frames for all chunks beside each op: what ops allocate may vary, as that of a
    * caching allocator does for some iterations, until it has found which blocks it uses again */
   bool still;
