@@ -374,8 +374,8 @@ static bool only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
   return !trace->update_count;
 }
 
-/* Do the newest peaks of a variant whose peaks vary need more pages than its plan leaves them? If it only reads, and they
- * grow: more than half of the room that the plan left for that? */
+/* Do the newest peaks of a variant whose peaks vary need more pages than its plan leaves them? If it only reads, and
+ * they grow: more than half of the room that the plan left for that? */
 static bool has_outgrown_plan(const variant_t *v) {
   const gmi_plan_input_t *input = &v->bundle.input;
   const uint32_t ahead = (v->trace.headroom + 1) / 2;

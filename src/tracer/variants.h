@@ -22,8 +22,8 @@
  * marks a forgotten variant in the history. */
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS, HISTORY = 128, NO_VARIANT = 255 };
 enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
-/* The part of the device budget by which the peaks of iterations that only read, or whose plan moves nothing, may differ
- * and be one variant, and that a plan leaves free where they grow in those that only read. */
+/* The part of the device budget by which the peaks of iterations that only read, or whose plan moves nothing, may
+ * differ and be one variant, and that a plan leaves free where they grow in those that only read. */
 enum { SLACK_SHARE = 64 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
