@@ -2,9 +2,12 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * The calls run inside an open operator, as in a training loop. Each thread uses its own tensors and its own stream.
+ * In each round the same thread also measures a floor: what cannot be left out of an acquire and release, two atomic
+ * changes of each of two records (the tensor's and its chunk's), which are as many and come in as random an order.
  * Seconds per pair are those of one thread, so that perfect scaling leaves them unchanged. The memory of the library's
  * records is the growth of resident memory while tensors are registered. */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +26,21 @@ static gemini_tensor_t *tensors;
 static uint64_t tensor_count = 100000, thread_count = 1, pairs = 2000000, seed = 1;
 static pthread_barrier_t barrier;
 
+/* A record of the floor, as large as those of the library: a cache line. */
+typedef struct record {
+  _Alignas(64) _Atomic uint64_t word;
+} record_t;
+static record_t *records; /* [tensor_count] */
+
+/* Changes a word as the library does, a compare-and-swap after a look at it; returns the old one. */
+static uint64_t change(record_t *record, uint64_t by) {
+  uint64_t word = atomic_load_explicit(&record->word, memory_order_relaxed);
+  while (!atomic_compare_exchange_weak_explicit(&record->word, &word, word + by, memory_order_acq_rel,
+                                                memory_order_relaxed)) {
+  }
+  return word;
+}
+
 static bool ok(gemini_status_t status, const char *what) {
   if (status == GEMINI_OK) return true;
   gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
@@ -37,6 +55,7 @@ typedef struct worker {
   uint64_t order_seed;
   double acquire_s[ROUNDS], alloc_s[ROUNDS]; /* seconds per pair */
   double cpu_s[ROUNDS];                      /* CPU time of the same pairs, without the time that other programs took */
+  double floor_s[ROUNDS];                    /* CPU time of the floor of a pair */
   bool failed;
 } worker_t;
 
@@ -76,6 +95,15 @@ static bool run_worker(worker_t *w) {
       w->acquire_s[round] = (double)(cli_now_ns() - begin) * 1e-9 / (double)pairs;
       w->cpu_s[round] = (thread_cpu_s() - cpu_begin) / (double)pairs;
     }
+    cpu_begin = thread_cpu_s();
+    for (uint64_t i = 0, k = 0; i < pairs; i++) {
+      record_t *one = &records[order[k]], *other = &records[order[w->count - 1 - k]];
+      uint64_t left = change(one, 1) + change(other, 1);
+      left += change(other, UINT64_MAX) + change(one, UINT64_MAX);
+      k += left - 1; /* left is 2: a pair begins when the one before has ended, as a call does */
+      if (k >= w->count) k = 0;
+    }
+    if (round >= 0) w->floor_s[round] = (thread_cpu_s() - cpu_begin) / (double)pairs;
   }
   /* The allocations come after all acquires: allocations on several streams leave waits between streams behind, and the
    * threads of simulated streams execute these waits on the same cores. */
@@ -98,14 +126,15 @@ static void *worker(void *user) {
   return NULL;
 }
 
-enum { ACQUIRE, ALLOC, CPU };
+enum { ACQUIRE, ALLOC, CPU, FLOOR };
 static double median_of(worker_t *workers, uint64_t count, int which) {
   double values[64 * ROUNDS];
   for (uint64_t i = 0; i < count; i++)
     memcpy(values + i * ROUNDS,
-           which == ALLOC ? workers[i].alloc_s
-           : which == CPU ? workers[i].cpu_s
-                          : workers[i].acquire_s,
+           which == ALLOC   ? workers[i].alloc_s
+           : which == CPU   ? workers[i].cpu_s
+           : which == FLOOR ? workers[i].floor_s
+                            : workers[i].acquire_s,
            ROUNDS * sizeof *values);
   cli_sort(values, count * ROUNDS);
   return values[count * ROUNDS / 2];
@@ -119,7 +148,10 @@ static uint64_t resident_bytes(void) {
   return pages * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-static bool run(uint64_t threads, double *acquire_s, double *alloc_s, double *cpu_s) {
+typedef struct result {
+  double acquire_s, alloc_s, cpu_s, floor_s; /* a pair; the last two are CPU time */
+} result_t;
+static bool run(uint64_t threads, result_t *result_out) {
   worker_t *workers = calloc(threads, sizeof *workers);
   if (!workers) return false;
   pthread_barrier_init(&barrier, NULL, (unsigned)threads);
@@ -137,9 +169,8 @@ static bool run(uint64_t threads, double *acquire_s, double *alloc_s, double *cp
     fine &= !workers[i].failed;
   }
   pthread_barrier_destroy(&barrier);
-  *acquire_s = median_of(workers, threads, ACQUIRE);
-  *alloc_s = median_of(workers, threads, ALLOC);
-  *cpu_s = median_of(workers, threads, CPU);
+  *result_out = (result_t){ median_of(workers, threads, ACQUIRE), median_of(workers, threads, ALLOC),
+                            median_of(workers, threads, CPU), median_of(workers, threads, FLOOR) };
   free(workers);
   return fine;
 }
@@ -184,34 +215,38 @@ int main(int argc, char **argv) {
   if (!ok(gemini_iteration_begin(manager), "iteration") ||
       !ok(gemini_op_begin(manager, "hot", GEMINI_STREAM_CALLER), "op"))
     return CLI_EXIT_FAILURE;
-  double one_acquire, one_alloc, one_cpu, acquire_s, alloc_s, cpu_s;
-  bool fine = run(1, &one_acquire, &one_alloc, &one_cpu);
-  acquire_s = one_acquire;
-  alloc_s = one_alloc;
-  cpu_s = one_cpu;
-  if (fine && thread_count > 1) fine = run(thread_count, &acquire_s, &alloc_s, &cpu_s);
+  records = aligned_alloc(sizeof *records, tensor_count * sizeof *records);
+  if (!records) return CLI_EXIT_FAILURE;
+  memset(records, 0, tensor_count * sizeof *records);
+  result_t one, all_threads;
+  bool fine = run(1, &one);
+  all_threads = one;
+  if (fine && thread_count > 1) fine = run(thread_count, &all_threads);
   if (!fine) {
     cli_error(PROGRAM, "a call failed");
     return CLI_EXIT_FAILURE;
   }
   row_t row;
   row_begin(&row, PROGRAM, "acquire+release");
-  row_value(&row, acquire_s, "s");
+  row_value(&row, all_threads.acquire_s, "s");
   row_u64(&row, "tensors", tensor_count);
   row_u64(&row, "threads", thread_count);
-  row_f64(&row, "one_thread", one_acquire);
-  row_f64(&row, "speedup", (double)thread_count * one_acquire / acquire_s);
-  row_f64(&row, "cpu_seconds", cpu_s);
-  row_f64(&row, "cpu_speedup", (double)thread_count * one_cpu / cpu_s);
+  row_f64(&row, "one_thread", one.acquire_s);
+  row_f64(&row, "speedup", (double)thread_count * one.acquire_s / all_threads.acquire_s);
+  row_f64(&row, "cpu_seconds", all_threads.cpu_s);
+  row_f64(&row, "cpu_speedup", (double)thread_count * one.cpu_s / all_threads.cpu_s);
+  row_f64(&row, "floor_cpu_seconds", all_threads.floor_s);
+  row_f64(&row, "times_floor", all_threads.cpu_s / all_threads.floor_s);
   row_f64(&row, "record_bytes_per_tensor", (double)record_bytes / (double)tensor_count);
   bool printed = row_end(&row);
   row_begin(&row, PROGRAM, "alloc+free");
-  row_value(&row, alloc_s, "s");
+  row_value(&row, all_threads.alloc_s, "s");
   row_u64(&row, "threads", thread_count);
-  row_f64(&row, "one_thread", one_alloc);
+  row_f64(&row, "one_thread", one.alloc_s);
   printed &= row_end(&row);
   fine = ok(gemini_op_end(manager), "op") && ok(gemini_iteration_end(manager), "iteration") &&
          ok(gemini_unpin(manager, &all), "unpin") && ok(gemini_manager_close(manager), "close");
+  free(records);
   free(tensors);
   return printed && fine ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
 }

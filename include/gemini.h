@@ -1012,7 +1012,8 @@ typedef struct gemini_stats_s {
   uint64_t planned_evict_bytes; /* a step's write-backs under the plan in force */
   uint64_t op_peak_error_bytes; /* largest difference of predicted and actual non-model peak of an op, over all ops
                                     that began under a plan since the last gemini_stats_reset(); of iterations that
-                                    write nothing, only what was above the prediction */
+                                    write nothing, only what was above the prediction, and under a plan that moves
+                                    nothing, only what was above the room that it leaves */
   uint64_t pending_updates;     /* parts of updates submitted and not done; those on the device count as one */
   uint64_t host_alloc_bytes;    /* live, of gemini_host_alloc() */
   uint64_t speculated_elements; /* whose new values were begun by GEMINI_UPDATE_SPECULATE */

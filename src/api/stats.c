@@ -33,6 +33,12 @@ void gmi_tier_stats_read(gmi_manager_t *m, uint32_t tier, gemini_tier_stats_t *s
   *stats_out = s;
 }
 
+static uint64_t hits(gmi_manager_t *m) {
+  uint64_t sum = 0;
+  for (int i = 0; i < GMI_HIT_STRIPES; i++) sum += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
+  return sum;
+}
+
 void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   const gmi_stats_t *from = &m->stats;
   gemini_stats_t s = GEMINI_STATS_INIT;
@@ -40,8 +46,8 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
   s.nonmodel_bytes = atomic_load(&from->nonmodel_bytes);
   s.nonmodel_peak_bytes = atomic_load(&m->nonmodel.peak);
   s.chunk_bytes = atomic_load(&m->cut.chunk_bytes);
-  for (int i = 0; i < GMI_HIT_STRIPES; i++)
-    s.acquire_hits += atomic_load_explicit(&m->stripes[i].hits, memory_order_relaxed);
+  const uint64_t before = atomic_load(&from->hits_before); /* first, as the sum only grows */
+  s.acquire_hits = hits(m) - before;
   s.acquire_misses = atomic_load(&from->acquire_misses);
   s.stall_ns = atomic_load(&from->stall_ns);
   s.iterations = atomic_load(&from->iterations);
@@ -214,7 +220,7 @@ gemini_status_t gemini_stats_reset(gemini_manager_t mgr) {
     for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++)
       m->links[link].moved_bytes[reason] = m->links[link].moved_chunks[reason] = 0;
   s->acquire_misses = s->stall_ns = s->departures = s->op_peak_error_bytes = 0;
-  for (int i = 0; i < GMI_HIT_STRIPES; i++) atomic_store_explicit(&m->stripes[i].hits, 0, memory_order_relaxed);
+  s->hits_before = hits(m);
   s->peak_bytes[GEMINI_TIER_DEVICE] = m->frames.used * gmi_frame_bytes(m);
   s->peak_bytes[GEMINI_TIER_HOST] = m->host.used;
   s->peak_bytes[GEMINI_TIER_FILE] = m->file.used;

@@ -30,16 +30,22 @@
 #include "core/streams.h"
 #include "core/workers.h"
 
-/* Threads take stripes in turn, so that few of them share a cache line of counters. Relaxed: only a statistic. */
-static uint32_t my_stripe(void) {
-  static _Atomic uint32_t threads;
-  static _Thread_local uint32_t stripe; /* + 1; 0 = not chosen yet */
-  if (!stripe) stripe = atomic_fetch_add(&threads, 1) % GMI_HIT_STRIPES + 1;
-  return stripe - 1;
+/* The thread's counter of hits, + 1. */
+static uint32_t choose_stripe(void) {
+  static _Atomic uint32_t owned, shared; /* owned is not counted on for ever, as it must not overflow */
+  const uint32_t own = atomic_load(&owned) < GMI_HIT_OWNED ? atomic_fetch_add(&owned, 1) : GMI_HIT_OWNED;
+  if (own < GMI_HIT_OWNED) return own + 1;
+  return GMI_HIT_OWNED + atomic_fetch_add(&shared, 1) % (GMI_HIT_STRIPES - GMI_HIT_OWNED) + 1;
 }
 
+/* A counter of the thread's own needs no atomic addition, which costs as much as one of the users' words. */
 static void count_hits(gmi_manager_t *m, uint64_t hits) {
-  atomic_fetch_add_explicit(&m->stripes[my_stripe()].hits, hits, memory_order_relaxed);
+  static _Thread_local uint32_t stripe;
+  if (!stripe) stripe = choose_stripe();
+  _Atomic uint64_t *counter = &m->stripes[stripe - 1].hits;
+  const uint64_t had = atomic_load_explicit(counter, memory_order_relaxed);
+  if (stripe <= GMI_HIT_OWNED) atomic_store_explicit(counter, had + hits, memory_order_relaxed);
+  else atomic_fetch_add_explicit(counter, hits, memory_order_relaxed);
 }
 
 /* Do the bytes hold what the tensor is, a parameter or its gradient? Relaxed: the flag changes under the lock, and a

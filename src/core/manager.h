@@ -316,9 +316,10 @@ struct gmi_update_user;
 struct gmi_graph;
 struct gmi_group;
 
-enum { GMI_HIT_STRIPES = 16, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
+enum { GMI_HIT_STRIPES = 16, GMI_HIT_OWNED = 8, GMI_LOG_QUEUE = 8, GMI_CHANGED = 64 };
 /* One of several counters of hits, so that threads seldom write the same cache line. 128 bytes, as processors prefetch
- * lines in pairs. Relaxed increments: the sum is a statistic. */
+ * lines in pairs. The first GMI_HIT_OWNED threads of the process have one each, which nobody else writes; the others
+ * share the rest. Relaxed: the sum is a statistic. It only grows: a reset stores it in stats.hits_before. */
 typedef struct gmi_stripe {
   _Alignas(128) _Atomic uint64_t hits;
 } gmi_stripe_t;

@@ -15,6 +15,8 @@
 typedef struct gmi_stats {
   _Atomic uint64_t budget_bytes[GEMINI_TIER_COUNT], peak_bytes[GEMINI_TIER_COUNT];
   _Atomic uint64_t model_bytes, nonmodel_bytes, host_alloc_bytes;
+  _Atomic uint64_t
+      hits_before; /* hits until the last reset: the counters are their threads', which do not wait for it */
   _Atomic uint64_t acquire_misses, stall_ns, op_peak_error_bytes;
   _Atomic uint64_t iterations, planned_iterations, departures, plans;
   _Atomic uint64_t speculated_elements, committed_elements, dropped_elements;

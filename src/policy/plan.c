@@ -414,6 +414,21 @@ static int compare_count(const void *a, const void *b) {
   return *x < *y ? -1 : *x > *y;
 }
 
+/* AUTO: where all chunks fit on the device for good, beside every op, they stay there and all pieces run there: nothing
+ * ever moves. This comes before predicted time, which counts neither what a move costs the calling thread nor the
+ * memory traffic of host pieces, and would hide these behind the ops. *done_out: whether that is the plan.
+ */
+static gemini_status_t plan_all(planner_t *p, bool *done_out) {
+  const gmi_plan_input_t *input = p->input;
+  *done_out = false;
+  if (input->piece_count == 0 || p->order_count < input->piece_count || count_that_fits(p) < input->piece_count)
+    return GEMINI_OK;
+  bool kept;
+  gemini_status_t status = try_candidate(p, input->piece_count, 0, &kept);
+  *done_out = status == GEMINI_OK && p->plan.fetch_count == 0 && p->plan.evict_first[input->op_count] == 0;
+  return status;
+}
+
 /* AUTO: searches the number of device pieces with the shortest predicted time. fits is the number of pieces whose
  * states can stay on the device for good.
  * 1. Tries 0, with all reductions.
@@ -422,11 +437,14 @@ static int compare_count(const void *a, const void *b) {
  * 3. Tries halfway between the best count and its neighbours, until they are adjacent or the work is used up.
  * 4. Tries all reductions with the best count. */
 static gemini_status_t plan_auto(planner_t *p) {
+  bool done;
+  gemini_status_t status = plan_all(p, &done);
+  if (status != GEMINI_OK || done) return status;
   uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
   const uint32_t grid[] = {
     fits, fits / 2, all, fits / 4, (uint32_t)(((uint64_t)fits * 3) / 4), fits + (all - fits) / 2
   };
-  gemini_status_t status = try_reductions(p, 0, WORK_LIMIT / 4 * 3);
+  status = try_reductions(p, 0, WORK_LIMIT / 4 * 3);
   uint32_t reduce = p->best.reduce; /* a reduction that suits no device pieces is a reasonable start with some */
   tried[count++] = 0;
   for (uint32_t i = 0; i < sizeof grid / sizeof *grid && status == GEMINI_OK && may_go_on(p, 0); i++) {

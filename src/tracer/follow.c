@@ -98,9 +98,20 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
   return true;
 }
 
+/* Does a plan move nothing, with room for all chunks beside each op? With collectives none counts as such, as the ranks
+ * have to agree on variants. */
+static bool is_still(const gmi_plan_bundle_t *bundle) {
+  const gmi_plan_input_t *input = &bundle->input;
+  bool fits = !input->groups.gather_count && !input->groups.sum_count;
+  for (uint32_t i = 0; fits && i < input->op_count; i++)
+    fits = (uint64_t)input->chunk_count + input->ops[i].heap_frames <= input->frame_count;
+  return fits && !bundle->plan.fetch_count && !bundle->plan.evict_first[input->op_count];
+}
+
 /* Makes bundle the variant's plan; the variant owns it from then on. The caller has freed an earlier plan. */
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   v->bundle = *bundle;
+  v->still = is_still(bundle);
   m->trace.tracer->planned = true;
   m->trace.tracer->now.due.variant = GMI_NONE;
   m->stats.plans++;
@@ -117,6 +128,7 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
               gmi_tracer_plan_with_chunk(m, &v->trace, search_chunk(m, &v->trace), &bundle);
   if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle);
   gmi_plan_bundle_free(&v->bundle);
+  v->still = false;
   v->refused = status != GEMINI_OK;
   if (m->trace.tracer->entered == (uint32_t)(v - m->trace.tracer->variants)) m->trace.tracer->entered = GMI_NONE;
   if (status) return status;

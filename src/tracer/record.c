@@ -67,11 +67,23 @@ void gmi_tracer_canonical(gmi_trace_t *trace) {
   trace->use_count = op->use_first + kept;
 }
 
+/* What the plan expects of an operator's peak; one that moves nothing expects no more than that there is room. */
+uint64_t gmi_tracer_expected_peak(const variant_t *v, uint32_t op) {
+  const gmi_plan_input_t *input = &v->bundle.input;
+  const uint64_t peak = v->trace.ops[op].nonmodel_peak;
+  if (!v->still || v->reads_only) return peak;
+  const uint64_t room = (uint64_t)(input->frame_count - input->chunk_count) * input->frame_bytes;
+  return room > peak ? room : peak;
+}
+
+bool gmi_tracer_peaks_vary(const variant_t *v) { return v->reads_only || v->still; }
+
 /* Is a peak one that the variant's op may have? What a variant that only reads allocates often grows from one iteration
  * to the next, as a cache of keys and values does: its peaks lie between the lowest and the highest one so far, or
- * beyond them by at most the slack. A larger difference is another variant, whose plan has other frames to use. */
+ * beyond them by at most the slack. So do those of a variant whose plan moves nothing. A larger difference is another
+ * variant, whose plan has other frames to use, or which takes another time. */
 static bool peak_fits(const gmi_tracer_t *t, const variant_t *v, uint64_t peak, const gmi_trace_op_t *op) {
-  if (!v->reads_only) return peak == op->nonmodel_peak;
+  if (!gmi_tracer_peaks_vary(v)) return peak == op->nonmodel_peak;
   return peak <= op->nonmodel_peak + t->peak.slack && peak + t->peak.slack >= op->nonmodel_least;
 }
 

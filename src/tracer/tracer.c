@@ -253,8 +253,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
   m->nonmodel.pages_peak_op = m->groups.peak_op = 0;
   gmi_nonmodel_peak(m);
-  t->peak.expected = v && v->bundle.made ? v->trace.ops[t->op_index].nonmodel_peak : UINT64_MAX;
-  t->peak.at_most = v && v->reads_only;
+  t->peak.expected = v && v->bundle.made ? gmi_tracer_expected_peak(v, t->op_index) : UINT64_MAX;
+  t->peak.at_most = v && gmi_tracer_peaks_vary(v);
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = true;
   pthread_mutex_unlock(&t->touch_lock);
@@ -360,7 +360,7 @@ static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
     const gmi_trace_op_t *now = &t->record.ops[i];
     op->gathered = now->gathered;
     if (now->heap_pages > op->heap_pages) op->heap_pages = now->heap_pages, v->grown_run = v->runs;
-    if (!v->reads_only) continue;
+    if (!gmi_tracer_peaks_vary(v)) continue;
     if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
@@ -409,12 +409,16 @@ static bool only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
   return !trace->update_count;
 }
 
-/* Do the newest peaks of a variant that only reads need more pages than its plan leaves them, or, where they grow, half
- * of the room that it left for that? */
+/* Do the newest peaks of a variant whose peaks vary need more pages than its plan leaves them? If it only reads, and
+ * they grow: more than half of the room that the plan left for that? */
 static bool has_outgrown_plan(const variant_t *v) {
+  const gmi_plan_input_t *input = &v->bundle.input;
   const uint32_t ahead = (v->trace.headroom + 1) / 2;
-  for (uint32_t i = 0; v->reads_only && v->bundle.made && i < v->trace.op_count; i++)
-    if (v->trace.ops[i].heap_pages + ahead > v->bundle.input.ops[i].heap_frames) return true;
+  for (uint32_t i = 0; gmi_tracer_peaks_vary(v) && v->bundle.made && i < v->trace.op_count; i++) {
+    const uint64_t pages = v->trace.ops[i].heap_pages;
+    if (!v->reads_only ? pages + input->chunk_count > input->frame_count : pages + ahead > input->ops[i].heap_frames)
+      return true;
+  }
   return false;
 }
 
@@ -545,7 +549,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later it is only made again if steps begin or cease to take over what is computed ahead; otherwise the
    * prediction is updated, after 4, 8, 16, ... planned iterations. */
-  if (has_outgrown_plan(v)) return plan_with_headroom(m, v);
+  if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v)) {
     v->trace.headroom = 0;
     return gmi_tracer_variant_plan(m, v);

@@ -22,8 +22,8 @@
  * marks a forgotten variant in the history. */
 enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS, HISTORY = 128, NO_VARIANT = 255 };
 enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
-/* The part of the device budget by which the peaks of iterations that only read may differ and be one variant, and that
- * a plan leaves free where they grow. */
+/* The part of the device budget by which the peaks of iterations that only read, or whose plan moves nothing, may
+ * differ and be one variant, and that a plan leaves free where they grow in those that only read. */
 enum { SLACK_SHARE = 64 };
 /* Iterations without growth after which a plan leaves nothing free for it any more. Each time that growth comes
  * nevertheless, twice as many are waited for. */
@@ -38,8 +38,11 @@ typedef struct {
   gmi_trace_t trace;
   gmi_plan_bundle_t bundle; /* bundle.made: the variant has a plan */
   bool used;
-  bool refused;          /* no plan exists for the current budgets */
-  bool reads_only;       /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  bool refused;    /* no plan exists for the current budgets */
+  bool reads_only; /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  /* its plan moves nothing and has frames for all chunks beside each op: what ops allocate may vary, as that of a
+   * caching allocator does for some iterations, until it has found which blocks it uses again */
+  bool still;
   bool any_label;        /* it came from a file: the first iteration that follows it to its end gives it a label */
   uint64_t label;        /* of its iterations, gemini_iteration_begin_with() */
   uint64_t runs;         /* iterations of this kind so far */
@@ -121,7 +124,7 @@ typedef struct gmi_tracer {
   struct {             /* non-model peaks */
     uint64_t expected; /* what the plan expects of the open op; UINT64_MAX: no prediction */
     bool at_most;      /* that is an upper bound: less is no error */
-    uint64_t slack;    /* by how much those of variants that only read may differ; see gmi_tracer_same_op() */
+    uint64_t slack;    /* by how much they may differ where gmi_tracer_peaks_vary() */
   } peak;
   /* Atomic: memory for a record ran out, or the arenas changed: this iteration cannot become a variant. Set from any
    * thread, reset by the begin of an iteration; it orders no other memory. */
@@ -148,6 +151,8 @@ void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 
 /* tracer/record.c */
 void gmi_tracer_canonical(gmi_trace_t *trace);
+uint64_t gmi_tracer_expected_peak(const variant_t *v, uint32_t op);
+bool gmi_tracer_peaks_vary(const variant_t *v);
 bool gmi_tracer_same_op(const gmi_tracer_t *t, const variant_t *v, uint32_t i);
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b);
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);

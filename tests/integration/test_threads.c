@@ -706,6 +706,42 @@ static void test_host_batch_against_a_device_reader_is_whole_or_nothing(void) {
   threads_close(&w);
 }
 
+/* ---- hits are counted for each thread, and none is lost, also after a reset */
+enum { COUNTING = 20, TIMES = 100000 };
+static pthread_barrier_t all_there;
+static void *hit(void *user) {
+  world_t *w = user;
+  pthread_barrier_wait(&all_there);
+  for (int i = 0; i < TIMES; i++) {
+    gemini_access_t read = ACCESS(w->shared[0], 0, 0, GEMINI_READ, DEVICE);
+    OK(gemini_acquire(w->mgr, &read, 1, GEMINI_STREAM_CALLER));
+    OK(gemini_release(w->mgr, &read, 1, GEMINI_STREAM_CALLER));
+  }
+  return NULL;
+}
+static void test_threads_hits_are_all_counted(void) {
+  world_t w;
+  threads_open(&w, config_of(4, 4, 0));
+  w.shared[0] = tensor_of(w.mgr, w.arena, CHUNK / 2, "shared", 0, 0);
+  gemini_access_t bring = ACCESS(w.shared[0], 0, 0, GEMINI_READ, DEVICE);
+  OK(gemini_acquire(w.mgr, &bring, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(w.mgr, &bring, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(pthread_barrier_init(&all_there, NULL, COUNTING), 0);
+  for (int round = 0; round < 2; round++) {
+    pthread_t threads[COUNTING];
+    gemini_stats_t s = GEMINI_STATS_INIT;
+    OK(gemini_stats_reset(w.mgr));
+    OK(gemini_stats(w.mgr, &s));
+    CHECK_EQ(s.acquire_hits, 0);
+    for (int i = 0; i < COUNTING; i++) CHECK_EQ(pthread_create(&threads[i], NULL, hit, &w), 0);
+    for (int i = 0; i < COUNTING; i++) pthread_join(threads[i], NULL);
+    OK(gemini_stats(w.mgr, &s));
+    CHECK_EQ(s.acquire_hits, COUNTING * TIMES);
+  }
+  pthread_barrier_destroy(&all_there);
+  threads_close(&w);
+}
+
 int main(void) {
   RUN(test_last_error_is_the_threads_own);
   RUN(test_threads_neighbours_in_a_cache_line_are_apart);
@@ -713,6 +749,7 @@ int main(void) {
   RUN(test_threads_objects_come_and_go);
   RUN(test_threads_acquire_while_arenas_are_cut_anew);
   RUN(test_threads_each_with_a_manager);
+  RUN(test_threads_hits_are_all_counted);
   RUN(test_threads_ask_while_one_trains);
   RUN(test_threads_update_load_and_resize);
   RUN(test_threads_mixed_calls_lose_nothing);

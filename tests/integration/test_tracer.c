@@ -290,6 +290,32 @@ static void test_what_an_allocator_keeps_is_expected(void) {
   net_close(&n);
 }
 
+/* Where all fits, a plan moves nothing, and what the operators allocate is no matter to it while there is room. */
+static void test_peaks_that_vary_where_all_fits_are_no_departure(void) {
+  gemini_config_t c = config_of(2 * LAYERS * LAYER_BYTES / CHUNK + 1);
+  net_t n = net_open(&c);
+  net_steps(&n, &(step_t){ .update = true }, 4);
+  figures_t s = stats_of(&n);
+  const uint64_t plans = s.plans;
+  CHECK_EQ(s.planned_fetch_bytes + s.planned_evict_bytes, 0);
+  net_steps(&n, &(step_t){ .update = true, .scale = 2 }, 1);
+  net_steps(&n, &(step_t){ .update = true }, 1);
+  net_steps(&n, &(step_t){ .update = true, .scale = 2 }, 1);
+  s = stats_of(&n);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.op_peak_error_bytes, 0);
+  CHECK_EQ(s.planned_iterations, 3 + 3);
+  CHECK_EQ(s.plans, plans);
+  net_steps(&n, &(step_t){ .update = true, .scale = 3 }, 3); /* needs a second frame, which there is not */
+  s = stats_of(&n);
+  CHECK_EQ(s.departures, 0);
+  CHECK_EQ(s.plans, plans + 1);
+  CHECK(s.planned_fetch_bytes > 0);
+  net_steps(&n, &(step_t){ .update = true, .scale = 40 }, 1); /* another sort of iteration */
+  CHECK_EQ(stats_of(&n).departures, 1);
+  net_close(&n);
+}
+
 /* ---- passes that only read: the tokens of generated texts */
 /* A pass: each layer reads its weights, and adds `more` bytes to what it keeps, behind work of its own. */
 typedef struct {
@@ -966,6 +992,7 @@ int main(int argc, char **argv) {
   RUN(test_passes_that_allocate_much_more_are_planned_apart);
   RUN(test_labels_tell_iterations_apart);
   RUN(test_what_an_allocator_keeps_is_expected);
+  RUN(test_peaks_that_vary_where_all_fits_are_no_departure);
   RUN(test_departures_random_router_reads_right_bytes);
   RUN(test_plan_op_too_large_names_op_and_bytes);
   RUN(test_budget_too_small_for_plan_is_refused_and_stays);

@@ -233,7 +233,9 @@ class AdamwRule:
             ranges[-1] = end, ranges[-1][1]
         self.run(arena, ready[0], start, end - start, rules, ranges, is_whole(ranges, start), flags)
         for record in ready:  # the library has accepted the update
-            self.count_step(record)
+            if record.step is None:
+                record.step = count_of(0)
+        internals.foreach_add([record.step for record in ready], 1)
 
     def submit_part(self, arena, records, group_of, start, end):
         """Submits an update of the elements from start to end, to which these parameters belong, in part or whole."""
@@ -254,8 +256,10 @@ class AdamwRule:
         """The rules of parameters, and the ranges of elements of an update from start to end, by rule or skipped."""
         rules: dict[typing.Any, int] = {}
         ranges, at = [(start, abi.UPDATE_SKIP)] if start else [], start
+        with internals.plain():
+            for record in records:
+                internals.note_write(record.param)
         for record in records:
-            internals.note_write(record.param)
             rule = rules.setdefault(self.rule(record, group_of[id(record)]), len(rules))
             first = max(first_of(record), start)
             if first - at >= ALIGNMENT:

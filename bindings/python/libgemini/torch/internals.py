@@ -113,7 +113,7 @@ get_grad, set_grad = find(torch, "_C.TensorBase.grad.__get__"), find(torch, "_C.
 parse_to = find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
 same_kind = find(torch, "_has_compatible_shallow_copy_type")  # which Module.to() asks
 foreach_mul, foreach_norm = find(torch, "_foreach_mul_"), find(torch, "_foreach_norm")
-foreach_copy = find(torch, "_foreach_copy_")
+foreach_copy, foreach_add = find(torch, "_foreach_copy_"), find(torch, "_foreach_add_")
 unscale = find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
 StorageWeakRef = find(module_or_empty("torch.multiprocessing.reductions"), "StorageWeakRef")
 

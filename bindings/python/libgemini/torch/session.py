@@ -185,8 +185,16 @@ class Session:
         Args:
             early: Also those of parameters that are updated in the backward pass, for which that is their update.
         """
-        with internals.plain():
-            left = [record for record in self.records if record.hook is not None and record.has_left()]
+        get_grad = internals.get_grad
+        with internals.plain():  # the same questions as Record.has_left() asks, of all records in each step
+            left = [
+                record
+                for record in self.records
+                if record.hook is not None
+                and not record.given
+                and (param := record.param) is not None
+                and get_grad(param) is not None
+            ]
         for record in left:
             if early or not record.early:
                 record.take_left()
