@@ -7,6 +7,11 @@
  *   vec_load, vec_load_bf16, vec_load_f16 (src), vec_store and so on (dst, v): WIDTH elements at any address
  *   vec_stream, vec_stream_bf16, vec_stream_f16 (dst, v): the same past the caches, at a multiple of their size; only
  *                               with KERNEL_BESIDE, and stream_end()
+ *   bits_t                      a vector of WIDTH uint32_t, which has ^ >> * + & |
+ *   bits_all(x), bits_lanes()   x in all elements; 0, 1, 2 and so on
+ *   bits_of_vec(v), vec_of_bits(b)  the same bits
+ *   bits_where_nan(v, a, b)     a where v is NaN, otherwise b
+ *   bits_load16(src), bits_store16(dst, b)  WIDTH uint16_t at any address; of b, which is below 2^16
  *   sums_t, sums_load(lanes), sums_store(lanes, &sums)
  *   sums_add(&sums, i, v)       adds the squares of v to lanes i, i + 1, ...
  *
@@ -58,17 +63,22 @@ static inline __attribute__((always_inline)) void prefetch(const void *base, uin
   else __builtin_prefetch(at, 0);
 }
 
+static inline __attribute__((always_inline)) void adamw_compute(const gmi_adamw_t *k, vec_t grad, vec_t *p, vec_t *m,
+                                                                vec_t *v) {
+  vec_t g = grad * vec_all(k->grad_scale) + vec_all(k->l2) * *p;
+  *m = vec_all(k->beta1) * *m + vec_all(k->one_minus_beta1) * g;
+  *v = vec_all(k->beta2) * *v + (vec_all(k->one_minus_beta2) * g) * g;
+  vec_t ratio = *m / (vec_root(*v) * vec_all(k->root_scale) + vec_all(k->eps));
+  *p = *p - (vec_all(k->step_size) * ratio + vec_all(k->decay) * *p);
+}
+
 /* One step of WIDTH elements: reads the old values at `at`, and leaves the new ones in the pointers. */
 static inline __attribute__((always_inline)) void adamw_step(const gmi_adamw_t *k, const gmi_arrays_t *at, uint64_t i,
                                                              vec_t grad, vec_t *p_out, vec_t *m_out, vec_t *v_out) {
-  vec_t p = vec_load(at->master + i);
-  vec_t g = grad * vec_all(k->grad_scale) + vec_all(k->l2) * p;
-  vec_t m = vec_all(k->beta1) * vec_load(at->momentum + i) + vec_all(k->one_minus_beta1) * g;
-  vec_t v = vec_all(k->beta2) * vec_load(at->variance + i) + (vec_all(k->one_minus_beta2) * g) * g;
-  vec_t ratio = m / (vec_root(v) * vec_all(k->root_scale) + vec_all(k->eps));
-  *p_out = p - (vec_all(k->step_size) * ratio + vec_all(k->decay) * p);
-  *m_out = m;
-  *v_out = v;
+  *p_out = vec_load((const float *)at->master + i);
+  *m_out = vec_load((const float *)at->momentum + i);
+  *v_out = vec_load((const float *)at->variance + i);
+  adamw_compute(k, grad, p_out, m_out, v_out);
 }
 
 void KERNEL(adamw)(const void *update, const gmi_arrays_t *a, uint64_t first, uint64_t count, double lanes[GMI_LANES]) {
@@ -87,10 +97,74 @@ void KERNEL(adamw)(const void *update, const gmi_arrays_t *a, uint64_t first, ui
       vec_t g = load_any(at.grad, i, k.grad_dtype), p, m, v;
       sums_add(&sums, lane, g);
       adamw_step(&k, &at, i, g, &p, &m, &v);
-      vec_store(at.momentum + i, m);
-      vec_store(at.variance + i, v);
-      vec_store(at.master + i, p);
+      vec_store((float *)at.momentum + i, m);
+      vec_store((float *)at.variance + i, v);
+      vec_store((float *)at.master + i, p);
       store_any(at.param, i, k.param_dtype, p);
+    }
+  }
+  sums_store(lanes, &sums);
+}
+
+/* The random bits of WIDTH elements from i on. */
+static inline __attribute__((always_inline)) bits_t random_bits(const gmi_adamw_t *k, uint64_t i) {
+  bits_t x = bits_all(k->first + (uint32_t)i) + bits_lanes();
+  GMI_RANDOM(x, bits_all(k->keys[0]), bits_all(k->keys[1]));
+  return x;
+}
+/* random: below 2^16. Adding it to the bits that are cut off carries into those that stay as often as it should. An
+ * infinity stays one. */
+static inline __attribute__((always_inline)) void store_state(void *base, uint64_t i, uint32_t dtype, vec_t v,
+                                                              bits_t random) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    vec_store((float *)base + i, v);
+  } else {
+    bits_t bits = (bits_of_vec(v) + random) >> 16;
+    bits_store16((uint16_t *)base + i, bits_where_nan(v, bits_all(0x7fc0), bits));
+  }
+}
+/* A split master: the parameter is the upper half, rounded up if the lower one, as a number with a sign, is negative. */
+static inline __attribute__((always_inline)) vec_t load_split(const void *param, const void *rest, uint64_t i) {
+  const bits_t sign = bits_all(0x8000);
+  bits_t upper = bits_load16((const uint16_t *)param + i) << 16, lower = bits_load16((const uint16_t *)rest + i);
+  return vec_of_bits(upper + (lower ^ sign) - sign);
+}
+static inline __attribute__((always_inline)) void store_split(void *param, void *rest, uint64_t i, vec_t v) {
+  const bits_t bits = bits_of_vec(v), upper = (bits + bits_all(0x8000)) >> 16, lower = bits & bits_all(0xffff);
+  bits_store16((uint16_t *)param + i, bits_where_nan(v, bits_all(0x7fc0), upper));
+  bits_store16((uint16_t *)rest + i, bits_where_nan(v, bits_all(0), lower));
+}
+
+/* AdamW with narrow states. What is computed is the same; what differs is how it is kept. */
+void KERNEL(narrow)(const void *update, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                    double lanes[GMI_LANES]) {
+  const gmi_adamw_t k = *(const gmi_adamw_t *)update;
+  const gmi_arrays_t at = *a;
+  sums_t sums = sums_load(lanes);
+  for (uint64_t done = 0; done < count; done += GMI_LANES) {
+    prefetch(at.master, first + done, k.split ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32, true);
+    prefetch(at.momentum, first + done, k.momentum_dtype, true);
+    prefetch(at.variance, first + done, k.variance_dtype, true);
+    prefetch(at.grad, first + done, k.grad_dtype, true);
+    if (k.split) prefetch(at.param, first + done, k.param_dtype, true);
+#pragma GCC unroll 16
+    for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
+      if (WIDTH == 1 && done + lane == count) break;
+      const uint64_t i = first + done + lane;
+      const bits_t random = random_bits(&k, i);
+      vec_t g = load_any(at.grad, i, k.grad_dtype);
+      vec_t p = k.split ? load_split(at.param, at.master, i) : vec_load((const float *)at.master + i);
+      vec_t m = load_any(at.momentum, i, k.momentum_dtype), v = load_any(at.variance, i, k.variance_dtype);
+      sums_add(&sums, lane, g);
+      adamw_compute(&k, g, &p, &m, &v);
+      store_state(at.momentum, i, k.momentum_dtype, m, random & bits_all(0xffff));
+      store_state(at.variance, i, k.variance_dtype, v, random >> 16);
+      if (k.split) {
+        store_split(at.param, at.master, i, p);
+      } else {
+        vec_store((float *)at.master + i, p);
+        store_any(at.param, i, k.param_dtype, p);
+      }
     }
   }
   sums_store(lanes, &sums);
@@ -112,9 +186,9 @@ void KERNEL(adamw_beside)(const void *update, const gmi_arrays_t *a, const gmi_a
       const uint64_t i = first + done + lane;
       vec_t p, m, v;
       adamw_step(&k, &at, i, load_any(at.grad, i, k.grad_dtype), &p, &m, &v);
-      vec_stream(out.momentum + i, m);
-      vec_stream(out.variance + i, v);
-      vec_stream(out.master + i, p);
+      vec_stream((float *)out.momentum + i, m);
+      vec_stream((float *)out.variance + i, v);
+      vec_stream((float *)out.master + i, p);
       stream_any(out.param, i, k.param_dtype, p);
     }
   }
@@ -137,18 +211,19 @@ void KERNEL(sgd)(const void *update, const gmi_arrays_t *a, uint64_t first, uint
     for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
       if (WIDTH == 1 && done + lane == count) break;
       const uint64_t i = first + done + lane;
-      vec_t g = load_any(at.grad, i, grad_dtype), p = vec_load(at.master + i);
+      vec_t g = load_any(at.grad, i, grad_dtype), p = vec_load((const float *)at.master + i);
       sums_add(&sums, lane, g);
       g = g * grad_scale + l2 * p;
       if (flags & GMI_SGD_MOMENTUM) {
         vec_t m = g;
-        if (!(flags & GMI_SGD_BEGINS)) m = momentum * vec_load(at.momentum + i) + one_minus_dampening * g;
-        vec_store(at.momentum + i, m);
+        if (!(flags & GMI_SGD_BEGINS))
+          m = momentum * vec_load((const float *)at.momentum + i) + one_minus_dampening * g;
+        vec_store((float *)at.momentum + i, m);
         if (flags & GMI_SGD_NESTEROV) g = g + momentum * m;
         else g = m;
       }
       p = p - lr * g;
-      vec_store(at.master + i, p);
+      vec_store((float *)at.master + i, p);
       store_any(at.param, i, param_dtype, p);
     }
   }

@@ -36,6 +36,17 @@ __device__ __forceinline__ void step(const gmi_adamw_t &k, float grad, float *p,
 __device__ __forceinline__ bool has_momentum(const gmi_adamw_t &) { return true; }
 __device__ __forceinline__ bool has_variance(const gmi_adamw_t &) { return true; }
 
+/* AdamW with narrow states: the same step. */
+struct narrow_t {
+  gmi_adamw_t k;
+  uint32_t param_dtype, grad_dtype;
+};
+__device__ __forceinline__ void step(const narrow_t &k, float grad, float *p, float *m, float *v) {
+  step(k.k, grad, p, m, v);
+}
+__device__ __forceinline__ bool has_momentum(const narrow_t &) { return true; }
+__device__ __forceinline__ bool has_variance(const narrow_t &) { return true; }
+
 __device__ __forceinline__ void step(const gmi_sgd_t &k, float grad, float *p, float *m, float *) {
   float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, *p));
   if (k.flags & GMI_SGD_MOMENTUM) {
@@ -81,6 +92,66 @@ __device__ __forceinline__ void store1(void *base, uint64_t i, uint32_t dtype, f
 __device__ __forceinline__ bool is_aligned(const void *base, uint32_t dtype) {
   return (uint64_t)base % (dtype == GEMINI_DTYPE_F32 ? 16 : 8) == 0;
 }
+
+/* How states are kept: fp32, and masters beside parameters; or narrow, as kernel.h has it. */
+template <typename update_t> __device__ __forceinline__ uint32_t momentum_dtype(const update_t &) {
+  return GEMINI_DTYPE_F32;
+}
+template <typename update_t> __device__ __forceinline__ uint32_t variance_dtype(const update_t &) {
+  return GEMINI_DTYPE_F32;
+}
+template <typename update_t> __device__ __forceinline__ bool is_split(const update_t &) { return false; }
+template <typename update_t> __device__ __forceinline__ uint32_t random_bits(const update_t &, uint64_t) { return 0; }
+__device__ __forceinline__ uint32_t momentum_dtype(const narrow_t &k) { return k.k.momentum_dtype; }
+__device__ __forceinline__ uint32_t variance_dtype(const narrow_t &k) { return k.k.variance_dtype; }
+__device__ __forceinline__ bool is_split(const narrow_t &k) { return k.k.split; }
+__device__ __forceinline__ uint32_t random_bits(const narrow_t &k, uint64_t i) {
+  uint32_t x = k.k.first + (uint32_t)i;
+  GMI_RANDOM(x, k.k.keys[0], k.k.keys[1]);
+  return x;
+}
+__device__ __forceinline__ uint32_t state_of_float(float value, uint32_t random) {
+  return value != value ? 0x7fc0 : (__float_as_uint(value) + random) >> 16;
+}
+__device__ __forceinline__ float float_of_split(uint32_t upper, uint32_t lower) {
+  return __uint_as_float((upper << 16) + (lower ^ 0x8000) - 0x8000);
+}
+__device__ __forceinline__ uint32_t upper_of_float(float value) {
+  return value != value ? 0x7fc0 : (__float_as_uint(value) + 0x8000) >> 16;
+}
+__device__ __forceinline__ uint32_t lower_of_float(float value) {
+  return value != value ? 0 : __float_as_uint(value) & 0xffff;
+}
+__device__ __forceinline__ void store_state4(void *base, uint64_t i, uint32_t dtype, const float in[EACH],
+                                             const uint32_t random[EACH]) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    store4(base, i, dtype, in);
+  } else {
+    *(uint2 *)((uint16_t *)base + i) =
+        make_uint2(state_of_float(in[0], random[0]) | state_of_float(in[1], random[1]) << 16,
+                   state_of_float(in[2], random[2]) | state_of_float(in[3], random[3]) << 16);
+  }
+}
+__device__ __forceinline__ void store_state1(void *base, uint64_t i, uint32_t dtype, float in, uint32_t random) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    ((float *)base)[i] = in;
+  } else {
+    ((uint16_t *)base)[i] = (uint16_t)state_of_float(in, random);
+  }
+}
+__device__ __forceinline__ void load_split4(float out[EACH], const gmi_arrays_t &a, uint64_t i) {
+  uint2 upper = *(const uint2 *)((const uint16_t *)a.param + i);
+  uint2 lower = *(const uint2 *)((const uint16_t *)a.master + i);
+  out[0] = float_of_split(upper.x & 0xffff, lower.x & 0xffff), out[1] = float_of_split(upper.x >> 16, lower.x >> 16);
+  out[2] = float_of_split(upper.y & 0xffff, lower.y & 0xffff), out[3] = float_of_split(upper.y >> 16, lower.y >> 16);
+}
+__device__ __forceinline__ void store_split4(const gmi_arrays_t &a, uint64_t i, const float in[EACH]) {
+  *(uint2 *)((uint16_t *)a.param + i) = make_uint2(upper_of_float(in[0]) | upper_of_float(in[1]) << 16,
+                                                   upper_of_float(in[2]) | upper_of_float(in[3]) << 16);
+  *(uint2 *)((uint16_t *)a.master + i) = make_uint2(lower_of_float(in[0]) | lower_of_float(in[1]) << 16,
+                                                    lower_of_float(in[2]) | lower_of_float(in[3]) << 16);
+}
+
 __device__ __forceinline__ double square(float value) { return __dmul_rn((double)value, (double)value); }
 
 template <typename update_t>
@@ -90,35 +161,59 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
   const uint32_t thread = threadIdx.x;
   const bool momentum = has_momentum(k), variance = has_variance(k);
   const bool aligned = is_aligned(a.param, k.param_dtype) && is_aligned(a.grad, k.grad_dtype) &&
-                       is_aligned(a.master, GEMINI_DTYPE_F32) &&
-                       (!momentum || is_aligned(a.momentum, GEMINI_DTYPE_F32)) &&
-                       (!variance || is_aligned(a.variance, GEMINI_DTYPE_F32));
+                       is_aligned(a.master, is_split(k) ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32) &&
+                       (!momentum || is_aligned(a.momentum, momentum_dtype(k))) &&
+                       (!variance || is_aligned(a.variance, variance_dtype(k)));
   if (aligned && count - first >= GMI_TILE) {
     const uint64_t i = first + thread * EACH;
     float g[EACH], p[EACH], m[EACH] = { 0 }, v[EACH] = { 0 };
+    uint32_t low[EACH], high[EACH]; /* random bits, of momentum and variance */
     load4(g, a.grad, i, k.grad_dtype);
-    load4(p, a.master, i, GEMINI_DTYPE_F32);
-    if (momentum) load4(m, a.momentum, i, GEMINI_DTYPE_F32);
-    if (variance) load4(v, a.variance, i, GEMINI_DTYPE_F32);
+    if (is_split(k)) {
+      load_split4(p, a, i);
+    } else {
+      load4(p, a.master, i, GEMINI_DTYPE_F32);
+    }
+    if (momentum) load4(m, a.momentum, i, momentum_dtype(k));
+    if (variance) load4(v, a.variance, i, variance_dtype(k));
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++) {
       if (sums) squares[thread * EACH + j] = square(g[j]);
       step(k, g[j], &p[j], &m[j], &v[j]);
+      const uint32_t random = random_bits(k, i + j);
+      low[j] = random & 0xffff, high[j] = random >> 16;
     }
-    if (momentum) store4(a.momentum, i, GEMINI_DTYPE_F32, m);
-    if (variance) store4(a.variance, i, GEMINI_DTYPE_F32, v);
-    store4(a.master, i, GEMINI_DTYPE_F32, p);
-    store4(a.param, i, k.param_dtype, p);
+    if (momentum) store_state4(a.momentum, i, momentum_dtype(k), m, low);
+    if (variance) store_state4(a.variance, i, variance_dtype(k), v, high);
+    if (is_split(k)) {
+      store_split4(a, i, p);
+    } else {
+      store4(a.master, i, GEMINI_DTYPE_F32, p);
+      store4(a.param, i, k.param_dtype, p);
+    }
   } else {
 #pragma unroll 1
     for (uint32_t j = thread; j < GMI_TILE; j += THREADS) {
       const uint64_t i = first + j;
       squares[j] = 0.0; /* adding it changes no sum of squares */
       if (i >= count) continue;
-      float g = load1(a.grad, i, k.grad_dtype);
+      float g = load1(a.grad, i, k.grad_dtype), m = 0, v = 0;
+      float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
+                            : ((const float *)a.master)[i];
+      const uint32_t random = random_bits(k, i);
       squares[j] = square(g);
-      step(k, g, a.master + i, a.momentum + i, a.variance + i);
-      store1(a.param, i, k.param_dtype, a.master[i]);
+      if (momentum) m = load1(a.momentum, i, momentum_dtype(k));
+      if (variance) v = load1(a.variance, i, variance_dtype(k));
+      step(k, g, &p, &m, &v);
+      if (momentum) store_state1(a.momentum, i, momentum_dtype(k), m, random & 0xffff);
+      if (variance) store_state1(a.variance, i, variance_dtype(k), v, random >> 16);
+      if (is_split(k)) {
+        ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
+        ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+      } else {
+        ((float *)a.master)[i] = p;
+        store1(a.param, i, k.param_dtype, p);
+      }
     }
   }
   if (!sums) return;
@@ -141,6 +236,10 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_t k, const gmi_arrays_t a,
                                                                uint64_t count, double *sums) {
   update(k, a, count, sums);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_narrow(const gmi_adamw_t k, const gmi_arrays_t a,
+                                                                uint64_t count, double *sums) {
+  update(narrow_t{ k, k.param_dtype, k.grad_dtype }, a, count, sums);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_sgd(const gmi_sgd_t k, const gmi_arrays_t a, uint64_t count,
                                                              double *sums) {

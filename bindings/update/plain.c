@@ -62,6 +62,15 @@ static void vec_store_f16(uint16_t *dst, float v) {
   *dst = (uint16_t)(half | sign);
 }
 
+typedef uint32_t bits_t;
+static bits_t bits_all(uint32_t x) { return x; }
+static bits_t bits_lanes(void) { return 0; }
+static bits_t bits_of_vec(float v) { return bits_of(v); }
+static float vec_of_bits(bits_t b) { return float_of(b); }
+static bits_t bits_where_nan(float v, bits_t a, bits_t b) { return v != v ? a : b; }
+static bits_t bits_load16(const uint16_t *src) { return *src; }
+static void bits_store16(uint16_t *dst, bits_t b) { *dst = (uint16_t)b; }
+
 static sums_t sums_load(const double *lanes) {
   sums_t s;
   memcpy(s.lanes, lanes, sizeof s.lanes);

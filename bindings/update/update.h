@@ -26,7 +26,27 @@ typedef struct gmi_adamw {
   float step_size; /* lr / (1 - beta1^step) */
   float decay;     /* lr * weight_decay */
   uint32_t param_dtype, grad_dtype;
+  /* For the kernels of narrow states alone: */
+  uint32_t momentum_dtype, variance_dtype; /* F32 or BF16 */
+  uint32_t split;                          /* 1: GEMINI_ADAMW_SPLIT */
+  uint32_t keys[2], first; /* of the random bits of an element: of seed and step; the number of element 0 */
 } gmi_adamw_t;
+/* Whether an update is for the kernels of narrow states. The others, which are the default, do not pay for these. */
+static inline uint32_t gmi_is_narrow(const gmi_adamw_t *k) { return k->split | k->momentum_dtype | k->variance_dtype; }
+/* The random bits of element x, which is its number modulo 2^32 before the call: the low 16 for the momentum, the
+ * others for the variance. The multipliers are those of Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/),
+ * which avalanches; the second key enters between its rounds, so that no two steps have the same bits in another order.
+ * For integers and vectors of integers; key0 and key1 are of x's type. */
+#define GMI_RANDOM(x, key0, key1) \
+  do {                            \
+    x ^= key0;                    \
+    x ^= x >> 16;                 \
+    x *= 0x7feb352du;             \
+    x += key1;                    \
+    x ^= x >> 15;                 \
+    x *= 0x846ca68bu;             \
+    x ^= x >> 16;                 \
+  } while (0)
 enum {
   GMI_SGD_MOMENTUM = 1, /* the update has a momentum array */
   GMI_SGD_BEGINS = 2,   /* the first step: the array's contents are undefined and not read */
@@ -42,7 +62,7 @@ typedef struct gmi_sgd {
 typedef struct gmi_arrays {
   void *param; /* NULL: the master is the parameter (GMI_DTYPE_NONE) */
   const void *grad;
-  float *master, *momentum, *variance; /* the last two NULL where the update has none */
+  void *master, *momentum, *variance; /* fp32, unless states are narrow; the last two NULL where the update has none */
 } gmi_arrays_t;
 
 /* Updates count elements from element first on, and adds the gradient's squares to lanes; that of element first goes to
@@ -51,13 +71,26 @@ typedef struct gmi_arrays {
 typedef void gmi_kernel_fn(const void *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
                            double lanes[GMI_LANES]);
 gmi_kernel_fn gmi_adamw_plain, gmi_adamw_avx2, gmi_adamw_avx512, gmi_sgd_plain, gmi_sgd_avx2, gmi_sgd_avx512;
+gmi_kernel_fn gmi_narrow_plain, gmi_narrow_avx2, gmi_narrow_avx512; /* AdamW of which gmi_is_narrow() */
 
 /* Check the arguments of a call and round its coefficients for the kernels. Failures are recorded in operation. With
- * count 0 the arrays are not checked. */
-gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+ * count 0 the arrays are not checked. first: number of the first element, to which the rule's first_element is added. */
+gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out);
 gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
                                 gmi_sgd_t *k_out);
+
+/* gemini_adamw_host() and gemini_adamw_cuda(), with the number of the first element as above. */
+gemini_status_t gmi_adamw_host(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *a, double *grad_sum_squares_out);
+gemini_status_t gmi_adamw_cuda(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *a, void *stream, double *sums_out);
+
+/* Bytes of an element of master, momentum and variance. */
+typedef struct gmi_widths {
+  uint32_t master, momentum, variance;
+} gmi_widths_t;
+gmi_widths_t gmi_adamw_widths(const gemini_adamw_t *adamw); /* fields that an older struct lacks count as 0 */
 
 /* Records a failure for this thread, with operation as the name of the public function; returns status. */
 gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,

@@ -120,6 +120,43 @@ static void test_update_on_the_gpu_equals_the_host(void) {
   state_close(&gpu);
 }
 
+/* Momentum and variance in bf16, split masters, in all combinations; NaNs of narrow states have one pattern. */
+static void test_narrow_states_on_the_gpu_equal_the_host(void) {
+  const uint64_t counts[] = { 1, 3, 1024, 5000, CAPACITY - 4 }, firsts[] = { 0, 1, 2, 4 };
+  state_t start = state_open(CAPACITY), host = state_open(CAPACITY), gpu = state_open(CAPACITY);
+  for (uint32_t i = 0; i < 7 * 3 * 5 * 4; i++) {
+    const uint32_t way = 1 + i % 7;
+    gemini_adamw_t c = GEMINI_ADAMW_INIT;
+    c.flags = way & 4 ? GEMINI_ADAMW_SPLIT : 0;
+    c.param_dtype = way & 4 ? GEMINI_DTYPE_BF16 : dtypes[i / 7 % 3];
+    c.grad_dtype = dtypes[i / 21 % 3];
+    c.momentum_dtype = way & 1 ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32;
+    c.variance_dtype = way & 2 ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32;
+    c.step = 1 + i, c.seed = i, c.first_element = UINT64_C(0xffffff00) + i;
+    c.grad_scale = 0.37;
+    const uint64_t count = counts[i / 21 % 5], first = firsts[i / 105];
+    fill(&start, CAPACITY, i);
+    copy(&host, &start, CAPACITY);
+    copy(&gpu, &start, CAPACITY);
+    for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+      state_t *s = on_gpu ? &gpu : &host;
+      void *grad = low(s, GRAD, c.grad_dtype, first), *param = low(s, PARAM, c.param_dtype, first);
+      void *p = low(s, MASTER, way & 4 ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32, first);
+      void *m = low(s, MOMENTUM, c.momentum_dtype, first), *v = low(s, VARIANCE, c.variance_dtype, first);
+      s->sums[0] = -1;
+      CHECK_EQ(on_gpu ? gemini_adamw_cuda(&c, count, param, grad, p, m, v, stream, s->sums)
+                      : gemini_adamw_host(&c, count, param, grad, p, m, v, s->sums),
+               GEMINI_OK);
+    }
+    synchronize();
+    CHECK(count < 1000 || memcmp(host.arrays[MOMENTUM], start.arrays[MOMENTUM], CAPACITY * 4) != 0);
+    check_same(&gpu, &host, CAPACITY, c.param_dtype);
+  }
+  state_close(&start);
+  state_close(&host);
+  state_close(&gpu);
+}
+
 /* Without momentum, the first step, a later one, dampened, Nesterov's; momentum that is not read may be anything. */
 static void test_sgd_on_the_gpu_equals_the_host(void) {
   const uint64_t counts[] = { 1, 3, 1024, 5000, 65536, CAPACITY - 4 }, firsts[] = { 0, 1, 2, 4 };
@@ -341,6 +378,7 @@ int main(void) {
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   CHECK_EQ(driver->stream_create(&stream, CU_STREAM_NON_BLOCKING_FLAG), CU_SUCCESS);
   RUN(test_update_on_the_gpu_equals_the_host);
+  RUN(test_narrow_states_on_the_gpu_equal_the_host);
   RUN(test_sgd_on_the_gpu_equals_the_host);
   RUN(test_update_on_the_gpu_needs_no_context_and_no_sum);
   RUN(test_walk_over_arenas_on_the_gpu_equals_the_host);
