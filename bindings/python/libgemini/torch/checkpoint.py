@@ -33,6 +33,7 @@ from ..manager import parse_bytes
 from . import internals, tensorfile
 from .arenas import DTYPES, Place
 from .model import Record
+from .narrow import Narrow
 from .optim import Optimizer
 from .progress import Progress
 from .states import copies
@@ -268,7 +269,7 @@ def _training_state(session, optimizer, model):
     arena: dict[typing.Any, typing.Any] = {}
     for name, record in zip(names, optimizer.records):
         for state, value in optimizer.rule.states(record).items():
-            if isinstance(value, Place):
+            if isinstance(value, (Place, Narrow)):
                 arena.setdefault(name, []).append(state)
                 tensors.append((f"{name}.{state}", value))
             else:
