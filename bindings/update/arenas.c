@@ -118,6 +118,20 @@ static gemini_status_t check_arena(const rule_t *rule, int role, gemini_arena_t 
                          info.element_bytes, want);
 }
 
+/* 8-bit states are updated in whole blocks. */
+static gemini_status_t check_blocks(const rule_t *rule, const gemini_update_arenas_t *arenas) {
+  const gmi_widths_t widths = rule->is_sgd ? (gmi_widths_t){ 4, 4, 4 } : gmi_adamw_widths(&rule->adamw);
+  gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
+  if (widths.momentum != 1 && widths.variance != 1) return GEMINI_OK;
+  gemini_status_t status = gemini_arena_info(rule->mgr, arenas->master, &info);
+  if (status) return gmi_update_fail_in(operation_of(rule), "master");
+  const uint64_t count = arenas->element_count ? arenas->element_count : info.size_bytes / info.element_bytes;
+  if (arenas->first_element % GMI_BLOCK == 0 && count % GMI_BLOCK == 0) return GEMINI_OK;
+  return gmi_update_fail(operation_of(rule), GEMINI_ERR_INVALID, 0,
+                         "the update has elements %" PRIu64 " + %" PRIu64 ", 8-bit states want multiples of %u",
+                         arenas->first_element, count, GMI_BLOCK);
+}
+
 static gemini_status_t submit(rule_t *rule, const gemini_update_arenas_t *arenas, const roles_t *roles) {
   static const uint32_t role_modes[ROLES] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE,
                                               GEMINI_READ_WRITE };
@@ -159,6 +173,7 @@ static gemini_status_t update_arenas(rule_t *rule, const gemini_update_arenas_t 
   char some;
   const gmi_arrays_t a = { .param = arenas.param ? &some : NULL };
   status = prepare(rule, 0, &a);
+  if (!status) status = check_blocks(rule, &arenas);
   return status ? status : submit(rule, &arenas, &roles);
 }
 

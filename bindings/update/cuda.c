@@ -32,8 +32,9 @@
   X(module_unload, "cuModuleUnload")            \
   X(launch, "cuLaunchKernel")
 
-enum { ADAMW, SGD, NARROW, SUM, KERNELS };
-static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_narrow", "gmi_update_sum" };
+enum { ADAMW, SGD, NARROW, BLOCKS, SUM, KERNELS };
+static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_narrow", "gmi_blocks",
+                                                   "gmi_update_sum" };
 
 /* A context in which the kernels are loaded. Records and modules are kept until the process ends. */
 typedef struct context {
@@ -196,7 +197,9 @@ gemini_status_t gmi_adamw_cuda(const char *name, const gemini_adamw_t *adamw, ui
   gmi_adamw_t k;
   operation = name;
   gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, &a, &k);
-  return status ? status : queue(gmi_is_narrow(&k) ? NARROW : ADAMW, &k, &a, count, sums_out, stream);
+  if (status) return status;
+  const int kernel = gmi_has_blocks(&k) ? BLOCKS : gmi_is_narrow(&k) ? NARROW : ADAMW;
+  return queue(kernel, &k, &a, count, sums_out, stream);
 }
 
 gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,

@@ -26,6 +26,13 @@ enum {
                             Together they are the bits of the fp32 master. param is read and written, so gradients
                             cannot reuse its bytes */
 };
+/** A type of states, in the rule's momentum_dtype and variance_dtype alone: 8-bit codes in blocks of 256 elements, each
+ *  with a scale of its own (Dettmers, Lewis, Shleifer & Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, ICLR
+ *  2022, section 2). An element takes a byte; the scale, rounded up to bf16, is in the lowest bits of a block's first 16
+ *  codes (docs/update.md). Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
+ *  blocks only. */
+#define GEMINI_DTYPE_BLOCK8 16u
+
 /** AdamW (Loshchilov & Hutter, Decoupled Weight Decay Regularization, ICLR 2019, algorithm 2), with the learning rate
  *  multiplied into the decay, as in torch.optim.AdamW. Coefficients are computed in double and rounded once. */
 typedef struct gemini_adamw {
@@ -40,8 +47,8 @@ typedef struct gemini_adamw {
   double eps;              /* added to the corrected square root, at least 0 */
   double weight_decay;     /* at least 0 */
   double grad_scale;       /* multiplied into each gradient: 1 / loss scale, clipping */
-  uint32_t momentum_dtype; /* GEMINI_DTYPE_F32; or _BF16: half the bytes, each new value rounded stochastically, up or
-                              down with the probabilities that make it right on average */
+  uint32_t momentum_dtype; /* GEMINI_DTYPE_F32; _BF16: half the bytes, each new value rounded stochastically, up or
+                              down with the probabilities that make it right on average; or _BLOCK8: a fourth */
   uint32_t variance_dtype; /* likewise */
   uint64_t seed;           /* of that rounding: it depends on seed, step, and an element's number, modulo 2^32 */
   uint64_t first_element;  /* number of the arrays' first element there. Updates of arenas count elements in the arena,

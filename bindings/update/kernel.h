@@ -12,12 +12,17 @@
  *   bits_of_vec(v), vec_of_bits(b)  the same bits
  *   bits_where_nan(v, a, b)     a where v is NaN, otherwise b
  *   bits_load16(src), bits_store16(dst, b)  WIDTH uint16_t at any address; of b, which is below 2^16
+ *   bits_load8(src), bits_store8(dst, b)    WIDTH uint8_t at any address; of b, which is below 2^8
+ *   bits_max(a, b), bits_less(v, w)  of numbers below 2^31; all ones where v < w, otherwise 0
+ *   bits_of_number(v), vec_of_number(b)  rounded towards 0; of numbers below 2^24, exact
+ *   vec_pick(table, b)          table[b] of 8 floats
  *   sums_t, sums_load(lanes), sums_store(lanes, &sums)
  *   sums_add(&sums, i, v)       adds the squares of v to lanes i, i + 1, ...
  *
  * All instruction sets and the GPU must give bit-equal results. These follow from the order of operations, each rounded
  * once: do not reorder them, and compile without fusing (-ffp-contract=off). */
 #include <stdbool.h>
+#include <string.h>
 
 #include "update/beside.h"
 #include "update/update.h"
@@ -166,6 +171,148 @@ void KERNEL(narrow)(const void *update, const gmi_arrays_t *a, uint64_t first, u
         store_any(at.param, i, k.param_dtype, p);
       }
     }
+  }
+  sums_store(lanes, &sums);
+}
+
+/* --- blocks of 8-bit codes: see update.h --- */
+
+static inline __attribute__((always_inline)) bits_t bits_pick(bits_t mask, bits_t a, bits_t b) {
+  return (mask & a) | (~mask & b);
+}
+static inline float block_scale(const uint8_t *codes) {
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < GMI_SCALE_BITS; i++) bits |= (uint32_t)(codes[i] & 1) << (16 + i);
+  float scale;
+  memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+/* The scale that a block gets, from the bits of its largest magnitude: that, rounded up to bf16. */
+static inline float scale_of_most(uint32_t most) {
+  const uint32_t bits = most > GMI_MOST ? 0x7fc00000 : (most + 0xffff) & 0xffff0000;
+  float scale;
+  memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+/* WIDTH codes as numbers. top: 6 of momenta, which have a sign, 7 of variances. coarse: the codes lack their lowest
+ * bit, and stand for the middle of two. */
+static inline __attribute__((always_inline)) vec_t decode(bits_t code, float scale, uint32_t top, bool coarse) {
+  static const float powers[2][8] = { GMI_POWERS_OF_CODES };
+  const bits_t all = bits_all(top == 6 ? 0x7f : 0xff), ones = bits_all(0x3f800000);
+  if (coarse) code = code & bits_all(0xfe);
+  const bits_t magnitude = code & all, bits = bits_of_vec(vec_of_number(magnitude));
+  const bits_t exponent = bits >> 23;
+  const vec_t fraction = vec_of_bits((bits & bits_all(0x7fffff)) | ones) - vec_all(1.0f);
+  /* 2^-(exponent + 1), half a step between codes; of coarse ones a whole step */
+  const vec_t middle = vec_of_bits((bits_all(coarse ? 254 : 253) - exponent) << 23);
+  const bits_t picked = (exponent - bits_all(127)) & bits_all(7);
+  vec_t value = (vec_all(0.1f) + vec_all(0.9f) * (fraction + middle)) * vec_pick(powers[top - 6], picked);
+  bits_t result = bits_of_vec(value);
+  result = result & ~bits_less(vec_of_number(magnitude), vec_all(0.5f)); /* 0 */
+  if (!coarse) {                                                         /* the code of 1 */
+    const vec_t apart = vec_of_number(code ^ bits_all(top == 6 ? 0x80 : 1));
+    result = bits_pick(bits_less(apart, vec_all(0.5f)), ones, result);
+  }
+  value = vec_of_bits(result) * vec_all(scale);
+  if (top == 7) return value;
+  const bits_t one = bits_less(vec_of_number(code ^ bits_all(0x80)), vec_all(0.5f)); /* has the sign's bit alone */
+  return vec_of_bits(bits_of_vec(value) ^ (((code & bits_all(0x80)) << 24) & ~one));
+}
+static inline __attribute__((always_inline)) bits_t encode(vec_t value, float scale, uint32_t top, bool coarse) {
+  static const float edges[2][6] = { GMI_EDGES_OF_CODES }, zeros[2] = { GMI_ZEROS_OF_CODES };
+  static const float ones[2] = { GMI_ONES_OF_CODES }, powers[8] = { GMI_POWERS };
+  const bits_t sign = (bits_of_vec(value) >> 31) << 7;
+  const vec_t x = vec_of_bits(bits_of_vec(value) & bits_all(0x7fffffff)) / vec_all(scale);
+  bits_t decade = bits_all(0);
+  for (int i = 0; i < 6; i++) decade = decade - bits_less(x, vec_all(edges[top - 6][i]));
+  const bits_t exponent = bits_all(top) - decade;
+  const vec_t count = vec_of_bits((exponent + bits_all(127)) << 23); /* of codes in the decade */
+  const vec_t fraction = (x * vec_pick(powers, decade) - vec_all(0.1f)) * vec_all(GMI_WIDENED);
+  const bits_t least = bits_of_number(count), most = least - bits_all(1);
+  const vec_t place = fraction * count;
+  bits_t index = bits_of_number(place);
+  index = bits_pick(bits_less(place, count), index, most);
+  bits_t code = least + index;
+  const bits_t zero = bits_less(x, vec_all(zeros[top - 6]));
+  if (coarse) code = code & bits_all(0xfe);
+  code = code & ~zero;
+  if (top == 6) code = code | (sign & ~bits_less(vec_of_number(code), vec_all(0.5f)));
+  if (coarse) return code;
+  const bits_t below = bits_less(x, vec_all(ones[top - 6]));
+  if (top == 7) return bits_pick(below, code, bits_all(1));
+  return bits_pick(below | (bits_all(0) - (sign >> 7)), code, bits_all(0x80));
+}
+
+/* New values of a block's momentum or variance, until the largest of them is known. */
+typedef struct block {
+  float values[GMI_BLOCK];
+  bits_t most; /* the largest bits of magnitudes in each lane */
+} block_t;
+static inline __attribute__((always_inline)) vec_t load_coded(const void *base, uint64_t i, uint32_t dtype, float scale,
+                                                              uint32_t top, bool coarse) {
+  if (dtype != GEMINI_DTYPE_BLOCK8) return load_any(base, i, dtype);
+  return decode(bits_load8((const uint8_t *)base + i), scale, top, coarse);
+}
+static inline __attribute__((always_inline)) void keep(block_t *block, uint64_t i, vec_t v) {
+  vec_store(block->values + i, v);
+  block->most = bits_max(block->most, bits_of_vec(v) & bits_all(0x7fffffff));
+}
+static inline __attribute__((always_inline)) void store_block(uint8_t *codes, const block_t *block, uint32_t top) {
+  uint32_t lanes[WIDTH], most = 0;
+  memcpy(lanes, &block->most, sizeof lanes);
+  for (uint32_t i = 0; i < WIDTH; i++) most = lanes[i] > most ? lanes[i] : most;
+  const float scale = scale_of_most(most);
+  uint32_t bits;
+  memcpy(&bits, &scale, sizeof bits);
+  if (!bits || scale != scale) { /* there is nothing to be divided by */
+    memset(codes, 0, GMI_BLOCK);
+  } else {
+    for (uint32_t i = 0; i < GMI_SCALE_BITS; i += WIDTH)
+      bits_store8(codes + i, encode(vec_load(block->values + i), scale, top, true));
+    for (uint32_t i = GMI_SCALE_BITS; i < GMI_BLOCK; i += WIDTH)
+      bits_store8(codes + i, encode(vec_load(block->values + i), scale, top, false));
+  }
+  for (uint32_t i = 0; i < GMI_SCALE_BITS; i++) codes[i] = (uint8_t)(codes[i] | (bits >> (16 + i) & 1));
+}
+
+/* AdamW of which a state is in blocks; first and count are multiples of GMI_BLOCK. */
+void KERNEL(blocks)(const void *update, const gmi_arrays_t *a, uint64_t first, uint64_t count,
+                    double lanes[GMI_LANES]) {
+  const gmi_adamw_t k = *(const gmi_adamw_t *)update;
+  const gmi_arrays_t at = *a;
+  const bool coded_m = k.momentum_dtype == GEMINI_DTYPE_BLOCK8, coded_v = k.variance_dtype == GEMINI_DTYPE_BLOCK8;
+  block_t new_m, new_v;
+  sums_t sums = sums_load(lanes);
+  for (uint64_t begin = first; begin < first + count; begin += GMI_BLOCK) {
+    uint8_t *const m_codes = (uint8_t *)at.momentum + begin, *const v_codes = (uint8_t *)at.variance + begin;
+    const float m_scale = coded_m ? block_scale(m_codes) : 0, v_scale = coded_v ? block_scale(v_codes) : 0;
+    new_m.most = new_v.most = bits_all(0);
+    for (uint32_t done = 0; done < GMI_BLOCK; done += GMI_LANES) {
+#pragma GCC unroll 16
+      for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
+        const uint64_t i = begin + done + lane;
+        const bool coarse = done == 0;
+        const bits_t random = random_bits(&k, i);
+        vec_t g = load_any(at.grad, i, k.grad_dtype);
+        vec_t p = k.split ? load_split(at.param, at.master, i) : vec_load((const float *)at.master + i);
+        vec_t m = load_coded(at.momentum, i, k.momentum_dtype, m_scale, 6, coarse);
+        vec_t v = load_coded(at.variance, i, k.variance_dtype, v_scale, 7, coarse);
+        sums_add(&sums, lane, g);
+        adamw_compute(&k, g, &p, &m, &v);
+        if (coded_m) keep(&new_m, done + lane, m);
+        else store_state(at.momentum, i, k.momentum_dtype, m, random & bits_all(0xffff));
+        if (coded_v) keep(&new_v, done + lane, v);
+        else store_state(at.variance, i, k.variance_dtype, v, random >> 16);
+        if (k.split) {
+          store_split(at.param, at.master, i, p);
+        } else {
+          vec_store((float *)at.master + i, p);
+          store_any(at.param, i, k.param_dtype, p);
+        }
+      }
+    }
+    if (coded_m) store_block(m_codes, &new_m, 6);
+    if (coded_v) store_block(v_codes, &new_v, 7);
   }
   sums_store(lanes, &sums);
 }

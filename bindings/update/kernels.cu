@@ -154,6 +154,25 @@ __device__ __forceinline__ void store_split4(const gmi_arrays_t &a, uint64_t i, 
 
 __device__ __forceinline__ double square(float value) { return __dmul_rn((double)value, (double)value); }
 
+/* Adds up the squares of a tile, in the order that update.h tells. */
+__device__ __forceinline__ void add_up(const double squares[GMI_TILE], double lanes[GMI_LANES], double *sums) {
+  const uint32_t thread = threadIdx.x;
+  __syncthreads();
+  if (thread < GMI_LANES) {
+    double sum = 0.0;
+#pragma unroll 8
+    for (uint32_t j = thread; j < GMI_TILE; j += GMI_LANES) sum = __dadd_rn(sum, squares[j]);
+    lanes[thread] = sum;
+  }
+  __syncthreads();
+  if (thread == 0) {
+    double sum = lanes[0];
+#pragma unroll
+    for (uint32_t j = 1; j < GMI_LANES; j++) sum = __dadd_rn(sum, lanes[j]);
+    sums[1 + blockIdx.x] = sum;
+  }
+}
+
 template <typename update_t>
 __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a, uint64_t count, double *sums) {
   __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
@@ -216,20 +235,86 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
       }
     }
   }
-  if (!sums) return;
-  __syncthreads();
-  if (thread < GMI_LANES) {
-    double sum = 0.0;
-#pragma unroll 8
-    for (uint32_t j = thread; j < GMI_TILE; j += GMI_LANES) sum = __dadd_rn(sum, squares[j]);
-    lanes[thread] = sum;
-  }
-  __syncthreads();
-  if (thread == 0) {
-    double sum = lanes[0];
+  if (sums) add_up(squares, lanes, sums);
+}
+
+/* Codes of blocks, as kernel.h computes them. */
+__constant__ const float powers_of_codes[2][8] = { GMI_POWERS_OF_CODES }, powers[8] = { GMI_POWERS };
+__constant__ const float edges_of_codes[2][6] = { GMI_EDGES_OF_CODES };
+__constant__ const float zeros_of_codes[2] = { GMI_ZEROS_OF_CODES }, ones_of_codes[2] = { GMI_ONES_OF_CODES };
+
+__device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top, bool coarse) {
+  if (coarse) code &= 0xfe;
+  const uint32_t magnitude = code & (top == 6 ? 0x7f : 0xff);
+  const uint32_t bits = __float_as_uint(__uint2float_rn(magnitude)), exponent = bits >> 23;
+  const float fraction = __fsub_rn(__uint_as_float((bits & 0x7fffff) | 0x3f800000), 1.0f);
+  const float middle = __uint_as_float(((coarse ? 254 : 253) - exponent) << 23);
+  float value = __fmul_rn(__fadd_rn(0.1f, __fmul_rn(0.9f, __fadd_rn(fraction, middle))),
+                          powers_of_codes[top - 6][(exponent - 127) & 7]);
+  const bool one = !coarse && code == (top == 6 ? 0x80 : 1);
+  if (magnitude == 0) value = 0.0f;
+  if (one) value = 1.0f;
+  value = __fmul_rn(value, scale);
+  return top == 6 && !one && code & 0x80 ? __uint_as_float(__float_as_uint(value) ^ 0x80000000) : value;
+}
+__device__ __forceinline__ uint32_t encode(float value, float scale, uint32_t top, bool coarse) {
+  const uint32_t sign = __float_as_uint(value) >> 31;
+  const float x = __fdiv_rn(__uint_as_float(__float_as_uint(value) & 0x7fffffff), scale);
+  uint32_t decade = 0;
 #pragma unroll
-    for (uint32_t j = 1; j < GMI_LANES; j++) sum = __dadd_rn(sum, lanes[j]);
-    sums[1 + blockIdx.x] = sum;
+  for (uint32_t i = 0; i < 6; i++) decade += x < edges_of_codes[top - 6][i];
+  const uint32_t count = 1u << (top - decade);
+  const float fraction = __fmul_rn(__fsub_rn(__fmul_rn(x, powers[decade]), 0.1f), GMI_WIDENED);
+  const float place = __fmul_rn(fraction, __uint2float_rn(count));
+  const uint32_t index = place < __uint2float_rn(count) ? (uint32_t)__float2int_rz(place) : count - 1;
+  uint32_t code = count + index;
+  if (coarse) code &= 0xfe;
+  if (x < zeros_of_codes[top - 6]) code = 0;
+  if (top == 6 && code) code |= sign << 7;
+  if (coarse || x < ones_of_codes[top - 6]) return code;
+  return top == 7 ? 1 : sign ? code : 0x80;
+}
+/* The scale of a block, from the codes that its threads have; all of them call this. */
+__device__ __forceinline__ float scale_of_codes(uint32_t code, uint32_t *shared) {
+  const uint32_t bits = __ballot_sync(0xffffffff, code & 1);
+  if (threadIdx.x == 0) *shared = bits & 0xffff;
+  __syncthreads();
+  const float scale = __uint_as_float(*shared << 16);
+  __syncthreads();
+  return scale;
+}
+/* The code that a value gets in its block, with the bit of the new scale; all threads of the block call this. */
+__device__ __forceinline__ uint32_t code_in_block(float value, uint32_t top, uint32_t *shared) {
+  uint32_t most = __float_as_uint(value) & 0x7fffffff;
+#pragma unroll
+  for (uint32_t i = 16; i; i /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, most, i);
+    most = other > most ? other : most;
+  }
+  if (threadIdx.x == 0) *shared = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicMax(shared, most);
+  __syncthreads();
+  most = *shared;
+  __syncthreads();
+  const bool coarse = threadIdx.x < GMI_SCALE_BITS;
+  const uint32_t bits = most > GMI_MOST ? 0x7fc00000 : (most + 0xffff) & 0xffff0000;
+  uint32_t code = 0;
+  if (bits && most <= GMI_MOST) code = encode(value, __uint_as_float(bits), top, coarse);
+  return coarse ? code | (bits >> (16 + threadIdx.x) & 1) : code;
+}
+__device__ __forceinline__ float load_coded(const void *base, uint64_t i, uint32_t dtype, uint32_t top,
+                                            uint32_t *shared) {
+  if (dtype != GEMINI_DTYPE_BLOCK8) return load1(base, i, dtype);
+  const uint32_t code = ((const uint8_t *)base)[i];
+  return decode(code, scale_of_codes(code, shared), top, threadIdx.x < GMI_SCALE_BITS);
+}
+__device__ __forceinline__ void store_coded(void *base, uint64_t i, uint32_t dtype, float value, uint32_t random,
+                                            uint32_t top, uint32_t *shared) {
+  if (dtype == GEMINI_DTYPE_BLOCK8) {
+    ((uint8_t *)base)[i] = (uint8_t)code_in_block(value, top, shared);
+  } else {
+    store_state1(base, i, dtype, value, random);
   }
 }
 
@@ -240,6 +325,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_narrow(const gmi_adamw_t k, const gmi_arrays_t a,
                                                                 uint64_t count, double *sums) {
   update(narrow_t{ k, k.param_dtype, k.grad_dtype }, a, count, sums);
+}
+static_assert(THREADS == GMI_BLOCK, "a thread does an element of each block of a tile");
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_blocks(const gmi_adamw_t adamw, const gmi_arrays_t a,
+                                                                uint64_t count, double *sums) {
+  __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
+  __shared__ uint32_t shared;
+  const narrow_t k = { adamw, adamw.param_dtype, adamw.grad_dtype };
+#pragma unroll 1
+  for (uint32_t begin = 0; begin < GMI_TILE; begin += GMI_BLOCK) {
+    const uint64_t i = (uint64_t)blockIdx.x * GMI_TILE + begin + threadIdx.x;
+    squares[begin + threadIdx.x] = 0.0;
+    if (i >= count) continue; /* of all threads at once: count is of whole blocks */
+    const float g = load1(a.grad, i, k.grad_dtype);
+    float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
+                          : ((const float *)a.master)[i];
+    float m = load_coded(a.momentum, i, momentum_dtype(k), 6, &shared);
+    float v = load_coded(a.variance, i, variance_dtype(k), 7, &shared);
+    const uint32_t random = random_bits(k, i);
+    squares[begin + threadIdx.x] = square(g);
+    step(k, g, &p, &m, &v);
+    store_coded(a.momentum, i, momentum_dtype(k), m, random & 0xffff, 6, &shared);
+    store_coded(a.variance, i, variance_dtype(k), v, random >> 16, 7, &shared);
+    if (is_split(k)) {
+      ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
+      ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+    } else {
+      ((float *)a.master)[i] = p;
+      store1(a.param, i, k.param_dtype, p);
+    }
+  }
+  if (sums) add_up(squares, lanes, sums);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_sgd(const gmi_sgd_t k, const gmi_arrays_t a, uint64_t count,
                                                              double *sums) {

@@ -70,6 +70,13 @@ static float vec_of_bits(bits_t b) { return float_of(b); }
 static bits_t bits_where_nan(float v, bits_t a, bits_t b) { return v != v ? a : b; }
 static bits_t bits_load16(const uint16_t *src) { return *src; }
 static void bits_store16(uint16_t *dst, bits_t b) { *dst = (uint16_t)b; }
+static bits_t bits_load8(const uint8_t *src) { return *src; }
+static void bits_store8(uint8_t *dst, bits_t b) { *dst = (uint8_t)b; }
+static bits_t bits_max(bits_t a, bits_t b) { return a > b ? a : b; }
+static bits_t bits_less(float v, float w) { return v < w ? UINT32_MAX : 0; }
+static bits_t bits_of_number(float v) { return (uint32_t)(int32_t)v; }
+static float vec_of_number(bits_t b) { return (float)b; }
+static float vec_pick(const float *table, bits_t b) { return table[b & 7]; }
 
 static sums_t sums_load(const double *lanes) {
   sums_t s;

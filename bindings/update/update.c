@@ -139,14 +139,21 @@ gmi_widths_t gmi_adamw_widths(const gemini_adamw_t *theirs) {
                          (uint32_t)gmi_dtype_bytes(adamw.variance_dtype) };
 }
 
-static bool is_state_dtype(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 || dtype == GEMINI_DTYPE_BF16; }
+static bool is_state_dtype(uint32_t dtype) {
+  return dtype == GEMINI_DTYPE_F32 || dtype == GEMINI_DTYPE_BF16 || dtype == GEMINI_DTYPE_BLOCK8;
+}
 
 /* Checks what says which types the states have. */
-static gemini_status_t check_states(const char *operation, const gemini_adamw_t *adamw, const gmi_arrays_t *a) {
+static gemini_status_t check_states(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                                    const gmi_arrays_t *a) {
   if (!is_state_dtype(adamw->momentum_dtype))
-    REFUSE("momentum_dtype is %" PRIu32 ", want F32 or BF16", adamw->momentum_dtype);
+    REFUSE("momentum_dtype is %" PRIu32 ", want F32, BF16 or BLOCK8", adamw->momentum_dtype);
   if (!is_state_dtype(adamw->variance_dtype))
-    REFUSE("variance_dtype is %" PRIu32 ", want F32 or BF16", adamw->variance_dtype);
+    REFUSE("variance_dtype is %" PRIu32 ", want F32, BF16 or BLOCK8", adamw->variance_dtype);
+  const bool blocks = adamw->momentum_dtype == GEMINI_DTYPE_BLOCK8 || adamw->variance_dtype == GEMINI_DTYPE_BLOCK8;
+  if (blocks && ((adamw->first_element + first) % GMI_BLOCK || count % GMI_BLOCK))
+    REFUSE("elements %" PRIu64 " to %" PRIu64 " are not whole blocks of %u, which 8-bit states have",
+           adamw->first_element + first, adamw->first_element + first + count, GMI_BLOCK);
   if (!(adamw->flags & GEMINI_ADAMW_SPLIT)) return GEMINI_OK;
   if (!a->param) REFUSE("there is no param, which is half of each master with GEMINI_ADAMW_SPLIT");
   if (adamw->param_dtype != GEMINI_DTYPE_BF16)
@@ -169,7 +176,7 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   if (status) return status;
   status = check_shared(operation, adamw.flags & ~(uint32_t)(GEMINI_ADAMW_L2 | GEMINI_ADAMW_SPLIT), adamw.param_dtype,
                         adamw.grad_dtype, adamw.step, count, a);
-  if (!status) status = check_states(operation, &adamw, a);
+  if (!status) status = check_states(operation, &adamw, first, count, a);
   if (status) return status;
   /* Negated comparisons, so that NaN is refused, too. */
   if (!(adamw.lr >= 0)) REFUSE("lr is %g, want at least 0", adamw.lr);
@@ -244,7 +251,7 @@ gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *their
 
 /* --- instructions --- */
 
-enum { ADAMW, SGD, NARROW, UPDATES };
+enum { ADAMW, SGD, NARROW, BLOCKS, UPDATES };
 typedef struct isa {
   const char *name;
   gmi_kernel_fn *kernels[UPDATES];
@@ -252,10 +259,10 @@ typedef struct isa {
 } isa_t;
 /* From the slowest to the fastest. [0] runs everywhere, and does the last elements of a span for the others. */
 static const isa_t isas[] = {
-  { "plain", { gmi_adamw_plain, gmi_sgd_plain, gmi_narrow_plain }, NULL },
+  { "plain", { gmi_adamw_plain, gmi_sgd_plain, gmi_narrow_plain, gmi_blocks_plain }, NULL },
 #ifdef __x86_64__
-  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2, gmi_narrow_avx2 }, gmi_adamw_beside_avx2 },
-  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512, gmi_narrow_avx512 }, gmi_adamw_beside_avx512 },
+  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2, gmi_narrow_avx2, gmi_blocks_avx2 }, gmi_adamw_beside_avx2 },
+  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512, gmi_narrow_avx512, gmi_blocks_avx512 }, gmi_adamw_beside_avx512 },
 #endif
 };
 #define ISAS (sizeof isas / sizeof *isas)
@@ -329,11 +336,13 @@ static void run(int update, const void *k, const gmi_arrays_t *a, uint64_t count
   if (sum_out) *sum_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
 }
 
+static int kernel_of(const gmi_adamw_t *k) { return gmi_has_blocks(k) ? BLOCKS : gmi_is_narrow(k) ? NARROW : ADAMW; }
+
 gemini_status_t gmi_adamw_host(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                const gmi_arrays_t *a, double *grad_sum_squares_out) {
   gmi_adamw_t k;
   gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, a, &k);
-  if (!status) run(gmi_is_narrow(&k) ? NARROW : ADAMW, &k, a, count, grad_sum_squares_out);
+  if (!status) run(kernel_of(&k), &k, a, count, grad_sum_squares_out);
   return status;
 }
 
@@ -391,7 +400,7 @@ gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *ad
   if (status) return status;
   const gmi_widths_t widths = gmi_adamw_widths(adamw);
   if (gmi_is_narrow(&k)) { /* these values are small enough to be written through the caches */
-    run_copied(NARROW, &k, &widths, &read, to, 0, count);
+    run_copied(kernel_of(&k), &k, &widths, &read, to, 0, count);
     return GEMINI_OK;
   }
   const uint64_t whole = isa()->adamw_beside && may_stream(&k, to) ? count - count % GMI_LANES : 0;

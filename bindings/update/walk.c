@@ -309,6 +309,16 @@ static gemini_status_t check_elements(const gemini_update_walk_t *walk, const ge
   const uint64_t count = update->element_count ? update->element_count : last > first ? last - first : 0;
   if (first > UINT64_MAX - count || first + count > last)
     REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", the last range ends at %" PRIu64, first, count, last);
+  const rule_t rule = rule_at(walk, 0);
+  const gmi_widths_t widths = widths_of(&rule);
+  const bool blocks = widths.momentum == 1 || widths.variance == 1; /* updates have whole ones */
+  if (blocks && (first % GMI_BLOCK || update->element_count % GMI_BLOCK))
+    REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", 8-bit states want multiples of %u", first,
+           update->element_count, GMI_BLOCK);
+  for (uint64_t i = range_of(walk, first); blocks && walk->ranges[i].end_element < first + count; i++)
+    if (walk->ranges[i].end_element % GMI_BLOCK)
+      REFUSE("ranges[%" PRIu64 "] ends at %" PRIu64 ", 8-bit states want a multiple of %u", i,
+             walk->ranges[i].end_element, GMI_BLOCK);
   const bool ahead = update->flags & GEMINI_UPDATE_SPECULATE; /* beside old values nothing can be left as it is */
   if (!ahead && (walk->param_index == GEMINI_INDEX_NONE || update->modes[walk->param_index] & GEMINI_READ))
     return GEMINI_OK;

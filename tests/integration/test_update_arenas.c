@@ -7,7 +7,7 @@
 
 #define W WORLD_CHUNK
 enum { HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE, BOTH = GEMINI_READ_WRITE };
-enum { ELEMENTS = 5 * 32768 + 100, STEPS = 4 }; /* more than five chunks of bf16 */
+enum { ELEMENTS = 5 * 32768 + 100, STEPS = 4, BLOCKS = 10 * 32768 + 256 }; /* more than five chunks of bf16, of bytes */
 
 /* ---- copies of the caller's data, and failures */
 typedef struct {
@@ -143,6 +143,57 @@ static void test_wrong_callbacks_and_copies_are_refused(void) {
   CHECK_SAYS(world_error().message, "user_bytes is 1048577, must be at most 1048576");
   CHECK_EQ(world_stats(&b.w).pending_updates, 0);
   world_close(&b.w);
+}
+
+/* ---- 8-bit states: chunks of them have four times as many elements as those of fp32 masters */
+static void in_blocks(uint32_t flags) {
+  static uint16_t grad[BLOCKS];
+  static float master[BLOCKS];
+  static uint8_t momentum[BLOCKS], variance[BLOCKS];
+  world_t w = world_open(world_config(8, 80, 0));
+  gemini_arena_t arenas[4];
+  gemini_tensor_t tensors[4];
+  static const uint32_t bytes[] = { 4, 2, 1, 1 };
+  const void *const want[] = { master, grad, momentum, variance };
+  for (uint32_t i = 0; i < 4; i++) {
+    arenas[i] =
+        world_arena(&w, i ? GEMINI_KIND_MASTER + i - 1 : GEMINI_KIND_PARAM, bytes[i], NULL, i ? arenas[0] : NULL, NULL);
+    if (!i) tensors[0] = world_tensor(&w, arenas[0], "all", BLOCKS * 4);
+    else CHECK_OK(gemini_tensor_counterpart(w.mgr, tensors[0], arenas[i], &tensors[i]));
+  }
+  memset(master, 0, sizeof master), memset(momentum, 0, sizeof momentum), memset(variance, 0, sizeof variance);
+  for (uint64_t step = 1; step <= 3; step++) {
+    gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
+    adamw.step = step, adamw.momentum_dtype = adamw.variance_dtype = GEMINI_DTYPE_BLOCK8;
+    for (uint64_t i = 0; i < BLOCKS; i++) grad[i] = (uint16_t)(0x3c00 + (i * 37 + step * 101) % 512);
+    gemini_access_t a = world_whole(tensors[1], GEMINI_WRITE, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    memcpy(a.ptr, grad, sizeof grad);
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    gemini_update_arenas_t all = GEMINI_UPDATE_ARENAS_INIT;
+    all.master = arenas[0], all.grad = arenas[1], all.momentum = arenas[2], all.variance = arenas[3];
+    all.element_count = 100;
+    CHECK_STATUS(gemini_adamw_arenas(w.mgr, &adamw, &all), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, "the update has elements 0 + 100, 8-bit states want multiples of 256");
+    all.element_count = 0, all.flags = GEMINI_UPDATE_SPECULATE;
+    CHECK_OK(gemini_adamw_arenas(w.mgr, &adamw, &all));
+    all.flags = flags | GEMINI_UPDATE_COMMIT;
+    CHECK_OK(gemini_adamw_arenas(w.mgr, &adamw, &all));
+    CHECK_OK(gemini_update_wait(w.mgr));
+    CHECK_OK(gemini_adamw_host(&adamw, BLOCKS, NULL, grad, master, momentum, variance, NULL));
+  }
+  CHECK(world_stats(&w).committed_elements > 0);
+  for (uint32_t i = 0; i < 4; i++) {
+    gemini_access_t a = world_whole(tensors[i], GEMINI_READ, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(!memcmp(a.ptr, want[i], (size_t)BLOCKS * bytes[i]));
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  world_close(&w);
+}
+static void test_one_call_updates_arenas_with_states_in_blocks_to_the_bit(void) {
+  in_blocks(0);
+  in_blocks(GEMINI_UPDATE_LATE);
 }
 
 /* ---- whole arenas */
@@ -308,6 +359,7 @@ int main(void) {
   RUN(test_wrong_callbacks_and_copies_are_refused);
   RUN(test_one_call_updates_whole_arenas_to_the_bit);
   RUN(test_one_call_updates_arenas_with_narrow_states_to_the_bit);
+  RUN(test_one_call_updates_arenas_with_states_in_blocks_to_the_bit);
   RUN(test_arenas_that_do_not_fit_the_rule_are_refused);
   return check_done();
 }

@@ -8,7 +8,8 @@
 #include "update/update.h"
 #include "update_driver.h"
 
-enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16, SPLIT = GEMINI_ADAMW_SPLIT };
+enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16, BLOCK8 = GEMINI_DTYPE_BLOCK8 };
+enum { SPLIT = GEMINI_ADAMW_SPLIT };
 enum { CAPACITY = 3000 };
 static const char *const names[] = { "plain", "avx2", "avx512" };
 
@@ -28,7 +29,7 @@ static float float_of(uint32_t bits) {
   memcpy(&value, &bits, sizeof value);
   return value;
 }
-static uint64_t width(uint32_t dtype) { return dtype == F32 ? 4 : 2; }
+static uint64_t width(uint32_t dtype) { return dtype == F32 ? 4 : dtype == BLOCK8 ? 1 : 2; }
 static void *element(void *base, uint64_t width_bytes, uint64_t i) { return (char *)base + i * width_bytes; }
 static uint64_t master_width(const gemini_adamw_t *c) { return c->flags & SPLIT ? 2 : 4; }
 static uint16_t half(const void *base, uint64_t i) {
@@ -294,6 +295,168 @@ static void test_narrow_random_bits_are_of_the_element_the_step_and_the_seed(voi
   }
 }
 
+/* --- states in blocks --- */
+
+/* What Dettmers' create_dynamic_map() has, in double, with other numbers for the codes. */
+static double code_of(uint32_t code, bool is_signed, bool coarse) {
+  const int top = is_signed ? 6 : 7;
+  uint32_t magnitude = is_signed ? code & 0x7f : code;
+  if (coarse) magnitude &= 0xfe;
+  if (!magnitude && !(is_signed && !coarse && code == 0x80)) return 0;
+  if (!coarse && code == (is_signed ? 0x80 : 1)) return 1;
+  int e = 0;
+  while (magnitude >> (e + 1)) e++;
+  const double n = ldexp(1, e), begin = (magnitude - n) / n, step = (coarse ? 2 : 1) / n;
+  const double value = pow(10, e - top) * (0.1 + 0.9 * (begin + step / 2));
+  return is_signed && code & 0x80 ? -value : value;
+}
+static float scale_of(const uint8_t *codes) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= (uint32_t)(codes[i] & 1) << i;
+  return float_of(bits << 16);
+}
+static void set_scale(uint8_t *codes, float scale) {
+  for (int i = 0; i < 16; i++) codes[i] = (uint8_t)((codes[i] & 0xfe) | (bits_of(scale) >> (16 + i) & 1));
+}
+static gemini_adamw_t in_blocks(uint32_t momentum_dtype, uint32_t variance_dtype) {
+  gemini_adamw_t c = config_of(0, F32, F32);
+  c.momentum_dtype = momentum_dtype, c.variance_dtype = variance_dtype;
+  c.weight_decay = 0, c.lr = 1, c.grad_scale = 1, c.step = UINT64_C(1) << 40; /* corrections are 1 */
+  return c;
+}
+
+static void test_blocks_every_isa_equals_plain(void) {
+  static const uint32_t states[] = { F32, BF16, BLOCK8 };
+  for (size_t isa = 1; isa < 3; isa++) {
+    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    for (uint32_t i = 0; i < 200; i++) {
+      gemini_adamw_t c = config_of(i % 3 ? 0 : 4, BF16, i % 2 ? BF16 : F32);
+      c.momentum_dtype = i % 4 ? BLOCK8 : states[i / 4 % 3], c.variance_dtype = i % 4 ? states[i / 4 % 3] : BLOCK8;
+      c.first_element = 256 * i;
+      fill(&start, i, i % 5 == 0); /* of codes any, and any scale, NaN, too */
+      if (i % 5 == 1) memset(start.momentum, 0, sizeof start.momentum), memset(start.grad, 0, 1024);
+      expected = actual = start;
+      CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
+      update(&expected, &c, 0, i % 7 ? 2816 : 256);
+      CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+      update(&actual, &c, 0, i % 7 ? 2816 : 256);
+      check_same(&actual, &expected, &c);
+    }
+  }
+  CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
+}
+
+/* Every code is read as what it stands for: half of it is the step of a master that was 0. */
+static void test_blocks_read_every_code(void) {
+  for (uint32_t shift = 0; shift < 256; shift += 16) {
+    gemini_adamw_t c = in_blocks(BLOCK8, F32);
+    c.beta1 = 0.5, c.eps = 1;
+    memset(&actual, 0, sizeof actual);
+    uint8_t *codes = (uint8_t *)actual.momentum, before[256];
+    for (uint32_t i = 0; i < 256; i++) codes[i] = (uint8_t)(i + shift); /* each is one of the first 16 once */
+    set_scale(codes, 2.5f);
+    memcpy(before, codes, sizeof before);
+    update(&actual, &c, 0, 256);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double want = -0.5 * 2.5 * code_of(before[i], true, i < 16), is = (double)float_of(actual.master[i]);
+      CHECK(fabs(is - want) <= 1e-6 * fabs(want));
+    }
+    c = in_blocks(F32, BLOCK8);
+    c.beta1 = c.beta2 = 0.5, c.eps = 1;
+    memset(&actual, 0, sizeof actual);
+    codes = (uint8_t *)actual.variance;
+    for (uint32_t i = 0; i < 256; i++) codes[i] = (uint8_t)(i + shift), actual.momentum[i] = bits_of(2.0f);
+    set_scale(codes, 2.5f);
+    memcpy(before, codes, sizeof before);
+    update(&actual, &c, 0, 256);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double want = -1 / (sqrt(0.5 * 2.5 * code_of(before[i], false, i < 16)) + 1);
+      CHECK(fabs((double)float_of(actual.master[i]) - want) <= 1e-6);
+    }
+  }
+}
+
+/* What is stored is the nearest code, of the block's own scale. */
+static void test_blocks_store_the_nearest_code(void) {
+  uint64_t random = 7;
+  for (uint32_t round = 0; round < 60; round++) {
+    const bool is_signed = round % 2;
+    gemini_adamw_t c = in_blocks(is_signed ? BLOCK8 : F32, is_signed ? F32 : BLOCK8);
+    c.beta1 = c.beta2 = 0; /* the momentum becomes the gradient, the variance its square */
+    memset(&actual, 0, sizeof actual);
+    float most = 0;
+    for (uint32_t i = 0; i < 256; i++) {
+      const double u = (double)(check_random(&random) >> 11) * 0x1p-53;
+      float value = (float)((check_random(&random) & 1 ? 1 : -1) * 0.37 * (round % 3 ? pow(10, -8 * u) : u));
+      if (i == 9 && round % 4 == 3) value = 0;
+      actual.grad[i] = bits_of(value);
+      most = fmaxf(most, is_signed ? fabsf(value) : value * value);
+    }
+    update(&actual, &c, 0, 256);
+    const uint8_t *codes = (const uint8_t *)(is_signed ? actual.momentum : actual.variance);
+    const float scale = scale_of(codes);
+    CHECK(scale >= most && scale <= most * 1.0079f);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double g = (double)float_of(actual.grad[i]), value = is_signed ? g : g * g;
+      /* Without its lowest bit, if it is one of the first 16; of two that are as near, either. */
+      double best = INFINITY;
+      bool found = false;
+      for (uint32_t code = 0; code < 256; code++)
+        if (i >= 16 || code != (is_signed ? 0x80 : 1))
+          best = fmin(best, fabs((double)scale * code_of(code, is_signed, false) - value));
+      for (uint32_t code = 0; code < 256 && !found; code++) {
+        if (i < 16 && code == (is_signed ? 0x80 : 1)) continue;
+        if (fabs((double)scale * code_of(code, is_signed, false) - value) > best + 1e-5 * fabs(value)) continue;
+        found = i < 16 ? code_of(codes[i], is_signed, true) == code_of(code, is_signed, true) : codes[i] == code;
+      }
+      CHECK(found);
+    }
+  }
+}
+
+static void test_blocks_of_zeros_and_of_no_numbers(void) {
+  gemini_adamw_t c = in_blocks(BLOCK8, BLOCK8);
+  memset(&actual, 0, sizeof actual);
+  update(&actual, &c, 0, 1024);
+  for (uint64_t i = 0; i < CAPACITY; i++) CHECK(!actual.momentum[i] && !actual.variance[i] && !actual.master[i]);
+  actual.grad[300] = bits_of(NAN); /* takes its block with it, and no other */
+  update(&actual, &c, 0, 1024);
+  const uint8_t *codes = (const uint8_t *)actual.momentum;
+  CHECK(isnan(scale_of(codes + 256)) && scale_of(codes) == 0 && scale_of(codes + 512) == 0);
+  actual.grad[300] = 0;
+  update(&actual, &c, 0, 1024);
+  for (uint64_t i = 0; i < 1024; i++) CHECK(!isnan(float_of(actual.master[i])) == (i / 256 != 1));
+}
+
+static void test_blocks_beside_in_pieces_and_on_the_gpu_are_the_same(void) {
+  static state_t to;
+  gemini_adamw_t c = config_of(4, BF16, BF16);
+  c.momentum_dtype = c.variance_dtype = BLOCK8;
+  fill(&start, 4, false);
+  expected = actual = start;
+  update(&expected, &c, 0, 2816);
+  for (uint64_t at = 0; at < 2816; at += 256) c.first_element = at, update(&actual, &c, at, 256);
+  actual.sum = expected.sum;
+  check_same(&actual, &expected, &c);
+  actual = start, c.first_element = 0;
+  const gmi_arrays_t a = { actual.param, actual.grad, actual.master, actual.momentum, actual.variance };
+  const gmi_arrays_t out = { to.param, NULL, to.master, to.momentum, to.variance };
+  memset(&to, 0x5a, sizeof to);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 2816, &a, &out), GEMINI_OK);
+  CHECK(!memcmp(&actual, &start, sizeof start) && !memcmp(to.momentum, expected.momentum, 2816));
+  CHECK(!memcmp(to.variance, expected.variance, 2816) && ((uint8_t *)to.variance)[2816] == 0x5a);
+  CHECK(!memcmp(to.param, expected.param, 2816 * 2) && !memcmp(to.master, expected.master, 2816 * 2));
+  double sums[4];
+  fake_start();
+  CHECK_EQ(gemini_adamw_cuda(&c, 2816, actual.param, actual.grad, actual.master, actual.momentum, actual.variance, NULL,
+                             sums),
+           GEMINI_OK);
+  actual.sum = sums[0];
+  check_same(&actual, &expected, &c);
+  CHECK(!strcmp(fake.calls[fake.call_count - 3], "gmi_blocks"));
+  gmi_update_cuda_replace(NULL);
+}
+
 /* --- beside the old values, on the GPU, and what is refused --- */
 
 static void test_narrow_beside_the_old_values_is_the_same(void) {
@@ -356,9 +519,9 @@ static void refused(const gemini_adamw_t *c, void *param, void *master, const ch
 static void test_narrow_what_does_not_fit_is_refused_by_name(void) {
   gemini_adamw_t c = config_of(0, BF16, BF16);
   fill(&start, 1, false);
-  c.momentum_dtype = F16, refused(&c, actual.param, actual.master, "momentum_dtype is 2, want F32 or BF16");
+  c.momentum_dtype = F16, refused(&c, actual.param, actual.master, "momentum_dtype is 2, want F32, BF16 or BLOCK8");
   c.momentum_dtype = F32, c.variance_dtype = GEMINI_DTYPE_F64;
-  refused(&c, actual.param, actual.master, "variance_dtype is 3, want F32 or BF16");
+  refused(&c, actual.param, actual.master, "variance_dtype is 3, want F32, BF16 or BLOCK8");
   c.variance_dtype = BF16, c.flags = SPLIT, c.param_dtype = F16;
   refused(&c, actual.param, actual.master, "param_dtype is 2, GEMINI_ADAMW_SPLIT wants BF16");
   c.param_dtype = BF16;
@@ -368,6 +531,9 @@ static void test_narrow_what_does_not_fit_is_refused_by_name(void) {
   CHECK_EQ(gemini_adamw_host(&c, 100, actual.param, actual.grad, (char *)actual.master + 2, actual.momentum,
                              actual.variance, NULL),
            GEMINI_OK);
+  c.variance_dtype = BLOCK8;
+  refused(&c, actual.param, actual.master, "elements 0 to 100 are not whole blocks of 256, which 8-bit states have");
+  c.first_element = 156, refused(&c, actual.param, actual.master, "elements 156 to 256 are not whole blocks");
   c.flags = 0; /* a struct of before there were narrow states */
   c.struct_size = 72, c.momentum_dtype = 99, c.variance_dtype = 99;
   start.sum = -1, actual = expected = start;
@@ -396,6 +562,11 @@ int main(void) {
   RUN(test_states_in_bf16_are_rounded_as_written);
   RUN(test_states_in_bf16_are_right_on_average);
   RUN(test_narrow_random_bits_are_of_the_element_the_step_and_the_seed);
+  RUN(test_blocks_every_isa_equals_plain);
+  RUN(test_blocks_read_every_code);
+  RUN(test_blocks_store_the_nearest_code);
+  RUN(test_blocks_of_zeros_and_of_no_numbers);
+  RUN(test_blocks_beside_in_pieces_and_on_the_gpu_are_the_same);
   RUN(test_narrow_beside_the_old_values_is_the_same);
   RUN(test_narrow_cuda_gives_its_kernel_what_the_host_computes_with);
   RUN(test_narrow_what_does_not_fit_is_refused_by_name);

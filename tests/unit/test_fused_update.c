@@ -534,8 +534,8 @@ static void test_update_cuda_works_in_the_streams_context_and_loads_once(void) {
   /* No context, no stream: GPU 0's primary one, for this call only. */
   CHECK_EQ(update_cuda(&actual, &c, 9, NULL, NULL), GEMINI_OK);
   CALLED("cuInit", "cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData",
-         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw",
-         "cuCtxSetCurrent");
+         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction",
+         "cuModuleGetFunction", "gmi_adamw", "cuCtxSetCurrent");
   CHECK(!fake.current);
   CHECK_EQ(update_cuda(&actual, &c, 9, sums, NULL), GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuCtxSetCurrent", "gmi_adamw", "gmi_update_sum", "cuCtxSetCurrent");
@@ -543,7 +543,7 @@ static void test_update_cuda_works_in_the_streams_context_and_loads_once(void) {
   fake.current = context_at(1);
   CHECK_EQ(update_cuda(&actual, &c, 0, NULL, NULL), GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction",
-         "cuModuleGetFunction");
+         "cuModuleGetFunction", "cuModuleGetFunction");
   for (uintptr_t stream = 0; stream < 3; stream++) {
     CHECK_EQ(update_cuda(&actual, &c, 9, NULL, (void *)stream), GEMINI_OK);
     CHECK(fake.launched_on[1] == (cu_stream_t)stream);
@@ -551,9 +551,10 @@ static void test_update_cuda_works_in_the_streams_context_and_loads_once(void) {
   }
   /* A stream of another context: that one, and the thread's own afterwards. */
   CHECK_EQ(update_cuda(&actual, &c, 9, NULL, contexts[2]), GEMINI_OK);
-  CHECK(fake.launched_on[8] == (cu_stream_t)(void *)contexts[2]);
+  CHECK(fake.launched_on[9] == (cu_stream_t)(void *)contexts[2]);
   CALLED("cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction",
-         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw", "cuCtxSetCurrent");
+         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw",
+         "cuCtxSetCurrent");
   CHECK(fake.current == context_at(1));
   CHECK_EQ(update_cuda(&actual, &c, 0, sums, contexts[2]), GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "gmi_update_sum", "cuCtxSetCurrent");

@@ -300,6 +300,7 @@ static table_t ordinary(void) {
   for (uint32_t r = 0; r < RULES; r++) {
     t.adamws[r].param_dtype = t.adamws[r].grad_dtype = BF16;
     t.adamws[r].momentum_dtype = t.adamws[r].variance_dtype = F32;
+    t.adamws[r].first_element = 0;
     t.adamws[r].flags &= ~(uint32_t)GEMINI_ADAMW_SPLIT;
     t.sgds[r].param_dtype = t.sgds[r].grad_dtype = BF16;
     t.sgds[r].momentum = 0;
@@ -456,6 +457,9 @@ static void test_walk_tells_the_first_failure_and_does_the_other_spans(void) {
 static void split_all(table_t *t) {
   for (uint32_t r = 0; r < RULES; r++) t->adamws[r].flags |= GEMINI_ADAMW_SPLIT;
 }
+static void blocks_all(table_t *t) {
+  for (uint32_t r = 0; r < RULES; r++) t->adamws[r].variance_dtype = GEMINI_DTYPE_BLOCK8;
+}
 static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   const table_t t = ordinary();
   const uint32_t good_modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE, GEMINI_READ_WRITE };
@@ -525,6 +529,11 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   REFUSED(bad.adamws[1].flags |= GEMINI_ADAMW_SPLIT, "adamws[1]: its states have 2, 4 and 4 bytes");
   REFUSED(split_all(&bad), "param_index: modes[0] is 2, want READ_WRITE"); /* the parameter is half of the master */
   ACCEPTED((split_all(&bad), modes[0] = GEMINI_READ_WRITE));
+  REFUSED((blocks_all(&bad), u.first_element = 100), "elements 100 + 0, 8-bit states want multiples of 256");
+  REFUSED((blocks_all(&bad), u.element_count = 100), "elements 0 + 100, 8-bit states want multiples of 256");
+  REFUSED(blocks_all(&bad), "ranges[0] ends at 100, 8-bit states want a multiple of 256");
+  ACCEPTED((blocks_all(&bad), bad.ranges[0].end_element = 256, bad.ranges[1].end_element = UINT64_MAX,
+            u.element_count = 512));
   REFUSED(modes[0] = GEMINI_READ, "param_index: modes[0] is 1, want WRITE");
   REFUSED(modes[1] = GEMINI_WRITE, "grad_index: modes[1] is 2, want READ");
   REFUSED(modes[2] = GEMINI_READ, "master_index: modes[2] is 1, want READ_WRITE");

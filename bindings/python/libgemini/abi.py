@@ -389,6 +389,7 @@ class TopologyObject(_Sized):
 
 # ---- gemini_update.h
 ADAMW_L2, ADAMW_SPLIT = 1, 2
+DTYPE_BLOCK8 = 16  # of states in Adamw alone
 SGD_NESTEROV = 1
 INDEX_NONE = 2**32 - 1
 UPDATE_SKIP = 2**64 - 1

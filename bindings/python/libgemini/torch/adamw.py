@@ -65,7 +65,7 @@ class AdamwRule:
             record.split = self.splits_master(record)
             record.rule = self
             for kind in ("momentum", "variance"):
-                record.states[kind] = self.session.arenas.counterpart(record.place, kind, self.state_dtype)
+                record.states[kind] = narrow.state_place(record, kind, self.state_dtype)
             if record.split:
                 self.split_master(record)
             elif record.place.dtype != torch.float32:
@@ -127,8 +127,8 @@ class AdamwRule:
             float(group["eps"]),
             float(group["weight_decay"]),
             record.scale if factor is None else factor,
-            DTYPES[self.state_dtype],
-            DTYPES[self.state_dtype],
+            narrow.LIBRARY[self.state_dtype],
+            narrow.LIBRARY[self.state_dtype],
         )
 
     def step(self, groups):
@@ -165,6 +165,10 @@ class AdamwRule:
     def end_of(self, record):
         """The end of an update that ends with a parameter, in elements: that of the padding behind it."""
         return padded(first_of(record) + record.place.elements)
+
+    def last_of(self, record):
+        """The element behind a parameter; behind its last block, where states are in blocks."""
+        return self.end_of(record) if self.state_dtype == torch.uint8 else first_of(record) + record.place.elements
 
     def step_of_ranks(self, group_of):
         """One update of each arena, of all its elements: those of a rank's slices."""
@@ -261,7 +265,7 @@ class AdamwRule:
         if ranks:
             start, end = 0, ranks.elements(arena, ready[0].place.dtype.itemsize)
         else:
-            start, end = first_of(ready[0]), first_of(ready[-1]) + ready[-1].place.elements
+            start, end = first_of(ready[0]), self.last_of(ready[-1])
         rules, ranges = self.ranges_of(ready, group_of, start, end)
         if flags & abi.UPDATE_COMMIT:  # which takes whole units over, the last one with its padding
             end = self.end_of(ready[-1])
@@ -297,7 +301,7 @@ class AdamwRule:
                 ranges.append((first, abi.UPDATE_SKIP))
             elif first > at:  # padding between parameters, which stays zero
                 ranges[-1] = first, ranges[-1][1]
-            at = min(first_of(record) + record.place.elements, end)
+            at = min(self.last_of(record), end)
             if ranges and ranges[-1][1] == rule:
                 ranges[-1] = at, rule
             else:
@@ -423,7 +427,7 @@ class AdamwRule:
         for kind in ("momentum", "variance"):
             record.states[kind].zero()
         for name in set(values) - {"step"}:
-            record.states[self.NAMES[name]].write(values[name])
+            narrow.seen(record, self.NAMES[name]).write(values[name])
 
 
 _RULE = (
