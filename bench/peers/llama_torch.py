@@ -18,7 +18,7 @@ With several --states and --masters gemini runs once with each pair, and rows co
 of the first pair; the same kernels, so the difference is that of the states. 300 steps on text, without a GPU:
 
   llama_torch.py --system gemini --device cpu --size tiny --vocabulary 256 --batch 4 --seq 128 --steps 300 --warmup 0 \\
-      --device-mem 2MiB --lr 1e-3 --states fp32,bf16 --masters fp32,split16 --text /usr/share/common-licenses/GPL-3
+      --device-mem 2MiB --lr 1e-3 --states fp32,bf16,8bit --masters fp32,split16 --text /usr/share/common-licenses/GPL-3
 
 Under torchrun on one machine, several processes train one model, each with a GPU and a batch of its own, and the first
 one prints the rows:

@@ -28,8 +28,8 @@ enum {
 };
 /** A type of states, in the rule's momentum_dtype and variance_dtype alone: 8-bit codes in blocks of 256 elements, each
  *  with a scale of its own (Dettmers, Lewis, Shleifer & Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, ICLR
- *  2022, section 2). An element takes a byte; the scale, rounded up to bf16, is in the lowest bits of a block's first 16
- *  codes (docs/update.md). Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
+ *  2022, section 2). An element takes a byte; the scale, rounded up to bf16, is in the lowest bits of a block's first
+ *  16 codes (docs/update.md). Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
  *  blocks only. */
 #define GEMINI_DTYPE_BLOCK8 16u
 

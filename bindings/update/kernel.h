@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void store_state(void *base, uint64
     bits_store16((uint16_t *)base + i, bits_where_nan(v, bits_all(0x7fc0), bits));
   }
 }
-/* A split master: the parameter is the upper half, rounded up if the lower one, as a number with a sign, is negative. */
+/* A split master: the parameter is the upper half, rounded up if the lower one, which has a sign, is negative. */
 static inline __attribute__((always_inline)) vec_t load_split(const void *param, const void *rest, uint64_t i) {
   const bits_t sign = bits_all(0x8000);
   bits_t upper = bits_load16((const uint16_t *)param + i) << 16, lower = bits_load16((const uint16_t *)rest + i);

@@ -94,6 +94,8 @@ __device__ __forceinline__ bool is_aligned(const void *base, uint32_t dtype) {
 }
 
 /* How states are kept: fp32, and masters beside parameters; or narrow, as kernel.h has it. */
+template <typename update_t> constexpr bool is_narrow = false;
+template <> constexpr bool is_narrow<narrow_t> = true;
 template <typename update_t> __device__ __forceinline__ uint32_t momentum_dtype(const update_t &) {
   return GEMINI_DTYPE_F32;
 }
@@ -216,22 +218,27 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
       const uint64_t i = first + j;
       squares[j] = 0.0; /* adding it changes no sum of squares */
       if (i >= count) continue;
-      float g = load1(a.grad, i, k.grad_dtype), m = 0, v = 0;
-      float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
-                            : ((const float *)a.master)[i];
-      const uint32_t random = random_bits(k, i);
+      float g = load1(a.grad, i, k.grad_dtype);
       squares[j] = square(g);
-      if (momentum) m = load1(a.momentum, i, momentum_dtype(k));
-      if (variance) v = load1(a.variance, i, variance_dtype(k));
-      step(k, g, &p, &m, &v);
-      if (momentum) store_state1(a.momentum, i, momentum_dtype(k), m, random & 0xffff);
-      if (variance) store_state1(a.variance, i, variance_dtype(k), v, random >> 16);
-      if (is_split(k)) {
-        ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
-        ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+      if constexpr (is_narrow<update_t>) {
+        float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
+                              : ((const float *)a.master)[i];
+        float m = load1(a.momentum, i, momentum_dtype(k)), v = load1(a.variance, i, variance_dtype(k));
+        const uint32_t random = random_bits(k, i);
+        step(k, g, &p, &m, &v);
+        store_state1(a.momentum, i, momentum_dtype(k), m, random & 0xffff);
+        store_state1(a.variance, i, variance_dtype(k), v, random >> 16);
+        if (is_split(k)) {
+          ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
+          ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+        } else {
+          ((float *)a.master)[i] = p;
+          store1(a.param, i, k.param_dtype, p);
+        }
       } else {
-        ((float *)a.master)[i] = p;
-        store1(a.param, i, k.param_dtype, p);
+        float *master = (float *)a.master;
+        step(k, g, master + i, (float *)a.momentum + i, (float *)a.variance + i);
+        store1(a.param, i, k.param_dtype, master[i]);
       }
     }
   }

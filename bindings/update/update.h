@@ -51,7 +51,7 @@ static inline uint32_t gmi_has_blocks(const gmi_adamw_t *k) {
 #define GMI_POWERS_OF_CODES \
   { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f, 0.0f }, { 0.0f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f }
 #define GMI_POWERS 1.0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f
-/* Between a decade's lowest code and the highest of the one below; between 0 and the lowest; between the highest and 1. */
+/* Between a decade's lowest code and the highest of the one below; between 0 and the lowest; the highest and 1. */
 #define GMI_EDGES_OF_CODES                                                          \
   { 1.028125e-01f, 1.05625e-02f, 1.1125e-03f, 1.225e-04f, 1.45e-05f, 1.9e-06f }, {  \
     1.0140625e-01f, 1.028125e-02f, 1.05625e-03f, 1.1125e-04f, 1.225e-05f, 1.45e-06f \
@@ -102,7 +102,7 @@ gmi_kernel_fn gmi_narrow_plain, gmi_narrow_avx2, gmi_narrow_avx512; /* AdamW of 
 gmi_kernel_fn gmi_blocks_plain, gmi_blocks_avx2, gmi_blocks_avx512; /* and gmi_has_blocks(): whole blocks */
 
 /* Check the arguments of a call and round its coefficients for the kernels. Failures are recorded in operation. With
- * count 0 the arrays are not checked. first: number of the first element, to which the rule's first_element is added. */
+ * count 0 the arrays are not checked. first: number of the first element; the rule's first_element is added to it. */
 gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out);
 gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
