@@ -14,6 +14,12 @@ together take the 14 bytes a parameter:
   llama_torch.py --system gemini --size 13b --host-mem 110GiB --file DIR --file-mem 62GiB --lr 5e-6 --warmup 1 \\
       --steps 4 --text FILE
 
+With several --states and --masters gemini runs once with each pair, and rows compare bytes, time and losses with those
+of the first pair; the same kernels, so the difference is that of the states. 300 steps on text, without a GPU:
+
+  llama_torch.py --system gemini --device cpu --size tiny --vocabulary 256 --batch 4 --seq 128 --steps 300 --warmup 0 \\
+      --device-mem 2MiB --lr 1e-3 --states fp32,bf16,8bit --masters fp32,split16 --text /usr/share/common-licenses/GPL-3
+
 Under torchrun on one machine, several processes train one model, each with a GPU and a batch of its own, and the first
 one prints the rows:
 
@@ -96,6 +102,8 @@ arguments.add_argument("--no-speculation", action="store_true", help="gemini: no
 arguments.add_argument(
     "--repeatable", action="store_true", help="kernels that add in one order: the same losses in each run"
 )
+arguments.add_argument("--states", default="fp32", help="of gemini, several with commas: as of gm.prepare()")
+arguments.add_argument("--masters", default="fp32", help="likewise")
 arguments.add_argument("--explain", action="store_true")
 arguments.add_argument("--zero", default="auto", choices=["1", "2", "3", "auto"], help="gemini on several processes")
 arguments.add_argument("--rank-order", action="store_true", help="gemini on several GPUs: sums in the order of ranks")
@@ -111,6 +119,26 @@ def count(size):
     """Parameters of a size."""
     width, inner, blocks, _ = SIZES[size]
     return (4 * width * width + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
+
+
+def variant(states, masters):
+    """What a case is called behind its size."""
+    return "" if (states, masters) == ("fp32", "fp32") else f" {states} {masters}"
+
+
+def means(losses):
+    """The mean loss of each tenth of a run."""
+    ends = [len(losses) * i // 10 for i in range(11)]
+    return [round(statistics.mean(losses[begin:end]), 4) for begin, end in zip(ends, ends[1:]) if end > begin]
+
+
+def compared(row, first):
+    """The row of one pair of states and masters beside the first pair's."""
+    out = {key: row[key] for key in ("bench", "case", "value", "unit", "bytes_per_param", "host_bytes_per_param")}
+    out |= {"against": first["case"], "ratio": first["value"] / row["value"]}
+    out |= {"bytes_ratio": row["bytes_per_param"] / first["bytes_per_param"]}
+    out |= {"mean_losses": means(row["losses"]), "against_mean_losses": means(first["losses"])}
+    return out
 
 
 def build_hf(torch, dtype):
@@ -356,6 +384,8 @@ def main():
             torch.optim.AdamW(model.parameters(), lr=options.lr),
             offload_activations=options.offload_activations,
             step_in_backward=not (options.step_at_end or options.clip or options.accumulate > 1),
+            states=options.states,
+            masters=options.masters,
         )
         if RANK == 0:
             print(f"made in {made - begin:.1f} s, prepared in {time.perf_counter() - made:.1f} s", file=sys.stderr)
@@ -429,7 +459,7 @@ def main():
     value = statistics.median(seconds[warmup:])
     row = {
         "bench": "llama_torch",
-        "case": f"{options.system} {options.size}",
+        "case": f"{options.system} {options.size}" + variant(options.states, options.masters),
         "params": params,
         "value": value,
         "unit": "s",
@@ -447,6 +477,11 @@ def main():
             gm.session().lib.trace_save(gm.session().handle, options.trace.encode())
         stats = gm.stats()
         row.update(
+            states=options.states,
+            masters=options.masters,
+            # Parameters, gradients and states, and the most that lay on the host, padding included.
+            bytes_per_param=stats["model_bytes"] / params,
+            host_bytes_per_param=stats["peak_bytes"]["host"] / params,
             device_budget=stats["budget_bytes"]["device"],
             device_peak=stats["peak_bytes"]["device"],
             host_peak=stats["peak_bytes"]["host"],
@@ -503,7 +538,13 @@ if __name__ == "__main__":
     failed, number = False, 0
     for size in options.size.split(","):
         rows = {}
-        for system in options.system.split(","):
+        pairs = [(states, masters) for states in options.states.split(",") for masters in options.masters.split(",")]
+        runs = [
+            (system, *pair)
+            for system in options.system.split(",")
+            for pair in (pairs if system == "gemini" else pairs[:1])
+        ]
+        for system, states, masters in runs:
             if size not in SIZES or system not in STEPS:
                 print(
                     f"llama_torch: {size} {system}: want sizes of {', '.join(SIZES)}, systems of {', '.join(STEPS)}",
@@ -511,6 +552,7 @@ if __name__ == "__main__":
                 )
                 sys.exit(2)
             argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--size", size, "--system", system]
+            argv += ["--states", states, "--masters", masters]
             environment = dict(os.environ)
             if RANKS > 1:  # each run meets at a port of its own
                 number += 1
@@ -521,14 +563,19 @@ if __name__ == "__main__":
             failed |= done.returncode != 0
             if failed and RANKS > 1:
                 sys.exit(f"llama_torch: rank {RANK}: {size} {system} failed (exit status {done.returncode})")
-            rows.update((system, json.loads(line[4:])) for line in done.stdout.splitlines() if line.startswith("ROW "))
+            for line in done.stdout.splitlines():
+                if line.startswith("ROW ") and system in rows:
+                    print("ROW " + json.dumps(compared(json.loads(line[4:]), rows[system])), flush=True)
+                elif line.startswith("ROW "):
+                    rows[system] = json.loads(line[4:])
         if "gemini" not in rows:
             continue
-        row = {"bench": "llama_torch", "case": f"gemini {size}", "value": rows["gemini"]["value"], "unit": "s"}
+        row = {"bench": "llama_torch", "case": rows["gemini"]["case"], "value": rows["gemini"]["value"], "unit": "s"}
         for against in set(rows) & {"gpu", "fsdp2", "fsdp2-gpu"}:
             ratio = rows[against]["value"] / row["value"]
             print("ROW " + json.dumps(row | {"against": against, "ratio": ratio}), flush=True)
-        if "work_bytes" in rows.get("gpu", {}) and not options.file:
+        # The bound counts the bytes of fp32 states.
+        if "work_bytes" in rows.get("gpu", {}) and not options.file and pairs[0] == ("fp32", "fp32"):
             import bounds
 
             argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", "rates"]

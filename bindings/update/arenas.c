@@ -44,17 +44,18 @@ static gemini_status_t prepare(const rule_t *rule, uint64_t count, const gmi_arr
   gmi_adamw_t adamw;
   gmi_sgd_t sgd;
   return rule->is_sgd ? gmi_sgd_prepare(operation_of(rule), &rule->sgd, count, a, &sgd)
-                      : gmi_adamw_prepare(operation_of(rule), &rule->adamw, count, a, &adamw);
+                      : gmi_adamw_prepare(operation_of(rule), &rule->adamw, 0, count, a, &adamw);
 }
+static bool is_split(const rule_t *rule) { return !rule->is_sgd && rule->adamw.flags & GEMINI_ADAMW_SPLIT; }
 
 static gemini_status_t on_host(const rule_t *rule, const gemini_update_span_t *span) {
   const gmi_arrays_t a = arrays_of(rule, span), to = written_of(rule, span);
-  const uint64_t count = span->element_count;
+  const uint64_t first = span->first_element, count = span->element_count;
   if (a.master != to.master) /* speculated: beside the old values */
     return rule->is_sgd ? gmi_sgd_beside(operation_of(rule), &rule->sgd, count, &a, &to)
-                        : gmi_adamw_beside(operation_of(rule), &rule->adamw, count, &a, &to);
+                        : gmi_adamw_beside(operation_of(rule), &rule->adamw, first, count, &a, &to);
   return rule->is_sgd ? gemini_sgd_host(&rule->sgd, count, a.param, a.grad, a.master, a.momentum, NULL)
-                      : gemini_adamw_host(&rule->adamw, count, a.param, a.grad, a.master, a.momentum, a.variance, NULL);
+                      : gmi_adamw_host("gemini_adamw_host", &rule->adamw, first, count, &a, NULL);
 }
 
 /* The simulated device: a span is queued, as its bytes are there when the stream gets to it. The rule stays as long. */
@@ -91,9 +92,8 @@ static gemini_status_t update_span(void *user, const gemini_update_span_t *their
   if (status) return status;
   const gmi_arrays_t a = arrays_of(rule, &span);
   const uint64_t count = span.element_count;
-  return rule->is_sgd
-             ? gemini_sgd_cuda(&rule->sgd, count, a.param, a.grad, a.master, a.momentum, stream, NULL)
-             : gemini_adamw_cuda(&rule->adamw, count, a.param, a.grad, a.master, a.momentum, a.variance, stream, NULL);
+  return rule->is_sgd ? gemini_sgd_cuda(&rule->sgd, count, a.param, a.grad, a.master, a.momentum, stream, NULL)
+                      : gmi_adamw_cuda("gemini_adamw_cuda", &rule->adamw, span.first_element, count, &a, stream, NULL);
 }
 
 /* ---- the call */
@@ -105,7 +105,10 @@ typedef struct roles {
 static gemini_status_t check_arena(const rule_t *rule, int role, gemini_arena_t arena) {
   const uint32_t param_dtype = rule->is_sgd ? rule->sgd.param_dtype : rule->adamw.param_dtype;
   const uint32_t grad_dtype = rule->is_sgd ? rule->sgd.grad_dtype : rule->adamw.grad_dtype;
-  const uint64_t want = role == PARAM ? gmi_dtype_bytes(param_dtype) : role == GRAD ? gmi_dtype_bytes(grad_dtype) : 4;
+  const gmi_widths_t widths = rule->is_sgd ? (gmi_widths_t){ 4, 4, 4 } : gmi_adamw_widths(&rule->adamw);
+  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(param_dtype), gmi_dtype_bytes(grad_dtype), widths.master,
+                                  widths.momentum, widths.variance };
+  const uint64_t want = bytes[role];
   gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
   gemini_status_t status = gemini_arena_info(rule->mgr, arena, &info);
   if (status) return gmi_update_fail_in(operation_of(rule), "%s", role_names[role]);
@@ -113,6 +116,20 @@ static gemini_status_t check_arena(const rule_t *rule, int role, gemini_arena_t 
   return gmi_update_fail(operation_of(rule), GEMINI_ERR_INVALID, 0,
                          "%s: the arena has elements of %" PRIu32 " bytes, the update of %" PRIu64, role_names[role],
                          info.element_bytes, want);
+}
+
+/* 8-bit states are updated in whole blocks. */
+static gemini_status_t check_blocks(const rule_t *rule, const gemini_update_arenas_t *arenas) {
+  const gmi_widths_t widths = rule->is_sgd ? (gmi_widths_t){ 4, 4, 4 } : gmi_adamw_widths(&rule->adamw);
+  gemini_arena_info_t info = GEMINI_ARENA_INFO_INIT;
+  if (widths.momentum != 1 && widths.variance != 1) return GEMINI_OK;
+  gemini_status_t status = gemini_arena_info(rule->mgr, arenas->master, &info);
+  if (status) return gmi_update_fail_in(operation_of(rule), "master");
+  const uint64_t count = arenas->element_count ? arenas->element_count : info.size_bytes / info.element_bytes;
+  if (arenas->first_element % GMI_BLOCK == 0 && count % GMI_BLOCK == 0) return GEMINI_OK;
+  return gmi_update_fail(operation_of(rule), GEMINI_ERR_INVALID, 0,
+                         "the update has elements %" PRIu64 " + %" PRIu64 ", 8-bit states want multiples of %u",
+                         arenas->first_element, count, GMI_BLOCK);
 }
 
 static gemini_status_t submit(rule_t *rule, const gemini_update_arenas_t *arenas, const roles_t *roles) {
@@ -126,7 +143,7 @@ static gemini_status_t submit(rule_t *rule, const gemini_update_arenas_t *arenas
     gemini_status_t status = check_arena(rule, role, roles->arena[role]);
     if (status) return status;
     rule->role_of[update.arena_count] = (uint8_t)role;
-    modes[update.arena_count] = role_modes[role];
+    modes[update.arena_count] = role == PARAM && is_split(rule) ? GEMINI_READ_WRITE : role_modes[role];
     list[update.arena_count++] = roles->arena[role];
   }
   update.flags = arenas->flags;
@@ -156,6 +173,7 @@ static gemini_status_t update_arenas(rule_t *rule, const gemini_update_arenas_t 
   char some;
   const gmi_arrays_t a = { .param = arenas.param ? &some : NULL };
   status = prepare(rule, 0, &a);
+  if (!status) status = check_blocks(rule, &arenas);
   return status ? status : submit(rule, &arenas, &roles);
 }
 

@@ -46,6 +46,33 @@ static inline __m128i to_f16(__m256 v) {
 }
 static inline void vec_store_f16(uint16_t *dst, __m256 v) { store_half(dst, to_f16(v)); }
 
+typedef uint32_t bits_t __attribute__((vector_size(32)));
+static inline bits_t bits_all(uint32_t x) { return (bits_t)_mm256_set1_epi32((int)x); }
+static inline bits_t bits_lanes(void) { return (bits_t){ 0, 1, 2, 3, 4, 5, 6, 7 }; }
+static inline bits_t bits_of_vec(__m256 v) { return (bits_t)_mm256_castps_si256(v); }
+static inline __m256 vec_of_bits(bits_t b) { return _mm256_castsi256_ps((__m256i)b); }
+static inline bits_t bits_where_nan(__m256 v, bits_t a, bits_t b) {
+  return (bits_t)_mm256_blendv_epi8((__m256i)b, (__m256i)a, _mm256_castps_si256(is_nan(v)));
+}
+static inline bits_t bits_load16(const uint16_t *src) { return (bits_t)_mm256_cvtepu16_epi32(load_half(src)); }
+static inline void bits_store16(uint16_t *dst, bits_t b) { store_half(dst, narrow((__m256i)b)); }
+static inline bits_t bits_load8(const uint8_t *src) {
+  return (bits_t)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)src));
+}
+static inline void bits_store8(uint8_t *dst, bits_t b) {
+  const __m128i half = narrow((__m256i)b);
+  _mm_storel_epi64((__m128i *)dst, _mm_packus_epi16(half, half));
+}
+static inline bits_t bits_max(bits_t a, bits_t b) { return (bits_t)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+static inline bits_t bits_less(__m256 v, __m256 w) {
+  return (bits_t)_mm256_castps_si256(_mm256_cmp_ps(v, w, _CMP_LT_OQ));
+}
+static inline bits_t bits_of_number(__m256 v) { return (bits_t)_mm256_cvttps_epi32(v); }
+static inline __m256 vec_of_number(bits_t b) { return _mm256_cvtepi32_ps((__m256i)b); }
+static inline __m256 vec_pick(const float *table, bits_t b) {
+  return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)b);
+}
+
 #define KERNEL_BESIDE
 static inline void vec_stream(float *dst, __m256 v) { _mm256_stream_ps(dst, v); }
 static inline void vec_stream_bf16(uint16_t *dst, __m256 v) { _mm_stream_si128((__m128i *)dst, to_bf16(v)); }

@@ -40,6 +40,33 @@ static inline __m256i to_f16(__m512 v) {
 }
 static inline void vec_store_f16(uint16_t *dst, __m512 v) { store_half(dst, to_f16(v)); }
 
+typedef uint32_t bits_t __attribute__((vector_size(64)));
+static inline bits_t bits_all(uint32_t x) { return (bits_t)_mm512_set1_epi32((int)x); }
+static inline bits_t bits_lanes(void) { return (bits_t){ 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 }; }
+static inline bits_t bits_of_vec(__m512 v) { return (bits_t)_mm512_castps_si512(v); }
+static inline __m512 vec_of_bits(bits_t b) { return _mm512_castsi512_ps((__m512i)b); }
+static inline bits_t bits_where_nan(__m512 v, bits_t a, bits_t b) {
+  return (bits_t)_mm512_mask_mov_epi32((__m512i)b, is_nan(v), (__m512i)a);
+}
+static inline bits_t bits_load16(const uint16_t *src) { return (bits_t)_mm512_cvtepu16_epi32(load_half(src)); }
+static inline void bits_store16(uint16_t *dst, bits_t b) { store_half(dst, _mm512_cvtepi32_epi16((__m512i)b)); }
+static inline bits_t bits_load8(const uint8_t *src) {
+  return (bits_t)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)src));
+}
+static inline void bits_store8(uint8_t *dst, bits_t b) {
+  _mm_storeu_si128((__m128i *)dst, _mm512_cvtepi32_epi8((__m512i)b));
+}
+static inline bits_t bits_max(bits_t a, bits_t b) { return (bits_t)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+static inline bits_t bits_less(__m512 v, __m512 w) {
+  return (bits_t)_mm512_movm_epi32(_mm512_cmp_ps_mask(v, w, _CMP_LT_OQ));
+}
+static inline bits_t bits_of_number(__m512 v) { return (bits_t)_mm512_cvttps_epi32(v); }
+static inline __m512 vec_of_number(bits_t b) { return _mm512_cvtepi32_ps((__m512i)b); }
+static inline __m512 vec_pick(const float *table, bits_t b) {
+  const __m512 twice = _mm512_castsi512_ps(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table)));
+  return _mm512_permutexvar_ps((__m512i)(b & bits_all(7)), twice);
+}
+
 #define KERNEL_BESIDE
 static inline void vec_stream(float *dst, __m512 v) { _mm512_stream_ps(dst, v); }
 static inline void vec_stream_bf16(uint16_t *dst, __m512 v) { _mm256_stream_si256((__m256i *)dst, to_bf16(v)); }

@@ -17,8 +17,8 @@ gmi_beside_fn gmi_adamw_beside_avx2, gmi_adamw_beside_avx512;
 
 /* gemini_adamw_host() and gemini_sgd_host() beside the old values: read grad, master and so on of a, and write those of
  * to, with the bits that the calls would leave in place. The arrays of to overlap none of a. Any alignment; 64 bytes of
- * all is fast. */
-gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+ * all is fast. first: as of gmi_adamw_prepare(). */
+gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                  const gmi_arrays_t *a, const gmi_arrays_t *to);
 gemini_status_t gmi_sgd_beside(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
                                const gmi_arrays_t *to);

@@ -32,8 +32,9 @@
   X(module_unload, "cuModuleUnload")            \
   X(launch, "cuLaunchKernel")
 
-enum { ADAMW, SGD, SUM, KERNELS };
-static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_update_sum" };
+enum { ADAMW, SGD, NARROW, BLOCKS, SUM, KERNELS };
+static const char *const kernel_names[KERNELS] = { "gmi_adamw", "gmi_sgd", "gmi_narrow", "gmi_blocks",
+                                                   "gmi_update_sum" };
 
 /* A context in which the kernels are loaded. Records and modules are kept until the process ends. */
 typedef struct context {
@@ -190,13 +191,21 @@ static gemini_status_t queue(int kernel, void *k, gmi_arrays_t *a, uint64_t coun
   return status;
 }
 
-gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                  float *master, float *momentum, float *variance, void *stream, double *sums_out) {
-  gmi_arrays_t a = { param, grad, master, momentum, variance };
+gemini_status_t gmi_adamw_cuda(const char *name, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *arrays, void *stream, double *sums_out) {
+  gmi_arrays_t a = *arrays;
   gmi_adamw_t k;
-  operation = __func__;
-  gemini_status_t status = gmi_adamw_prepare(operation, adamw, count, &a, &k);
-  return status ? status : queue(ADAMW, &k, &a, count, sums_out, stream);
+  operation = name;
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, &a, &k);
+  if (status) return status;
+  const int kernel = gmi_has_blocks(&k) ? BLOCKS : gmi_is_narrow(&k) ? NARROW : ADAMW;
+  return queue(kernel, &k, &a, count, sums_out, stream);
+}
+
+gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
+                                  void *master, void *momentum, void *variance, void *stream, double *sums_out) {
+  const gmi_arrays_t a = { param, grad, master, momentum, variance };
+  return gmi_adamw_cuda(__func__, adamw, 0, count, &a, stream, sums_out);
 }
 
 gemini_status_t gemini_sgd_cuda(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad, float *master,

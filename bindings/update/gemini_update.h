@@ -20,42 +20,59 @@ extern "C" {
 /** @defgroup fused Fused updates
  *  @{ */
 enum {
-  GEMINI_ADAMW_L2 = 1 /* classic Adam: the gradient gets weight_decay times the parameter added */
+  GEMINI_ADAMW_L2 = 1,   /* classic Adam: the gradient gets weight_decay times the parameter added */
+  GEMINI_ADAMW_SPLIT = 2 /* masters are split: the bf16 parameter is the upper half of the fp32 master, rounded to
+                            nearest, ties away from zero, and master has the lower 16 bits of each element alone.
+                            Together they are the bits of the fp32 master. param is read and written, so gradients
+                            cannot reuse its bytes */
 };
+/** A type of states, in the rule's momentum_dtype and variance_dtype alone: 8-bit codes in blocks of 256 elements, each
+ *  with a scale of its own (Dettmers, Lewis, Shleifer & Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, ICLR
+ *  2022, section 2). An element takes a byte; the scale, rounded up to bf16, is in the lowest bits of a block's first
+ *  16 codes (docs/update.md). Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
+ *  blocks only. */
+#define GEMINI_DTYPE_BLOCK8 16u
+
 /** AdamW (Loshchilov & Hutter, Decoupled Weight Decay Regularization, ICLR 2019, algorithm 2), with the learning rate
  *  multiplied into the decay, as in torch.optim.AdamW. Coefficients are computed in double and rounded once. */
 typedef struct gemini_adamw {
-  uint32_t struct_size; /* bytes; set by GEMINI_ADAMW_INIT */
-  uint32_t flags;       /* GEMINI_ADAMW_*; unknown bits: GEMINI_ERR_INVALID */
-  uint32_t param_dtype; /* GEMINI_DTYPE_F32, _BF16, _F16; ignored without param */
-  uint32_t grad_dtype;  /* GEMINI_DTYPE_F32, _BF16, _F16 */
-  uint64_t step;        /* number of this update, from 1: bias corrections are 1 - beta^step */
-  double lr;            /* learning rate, at least 0 */
-  double beta1;         /* 0 <= beta1 < 1 */
-  double beta2;         /* 0 <= beta2 < 1 */
-  double eps;           /* added to the corrected square root, at least 0 */
-  double weight_decay;  /* at least 0 */
-  double grad_scale;    /* multiplied into each gradient: 1 / loss scale, clipping */
+  uint32_t struct_size;    /* bytes; set by GEMINI_ADAMW_INIT */
+  uint32_t flags;          /* GEMINI_ADAMW_*; unknown bits: GEMINI_ERR_INVALID */
+  uint32_t param_dtype;    /* GEMINI_DTYPE_F32, _BF16, _F16; ignored without param */
+  uint32_t grad_dtype;     /* GEMINI_DTYPE_F32, _BF16, _F16 */
+  uint64_t step;           /* number of this update, from 1: bias corrections are 1 - beta^step */
+  double lr;               /* learning rate, at least 0 */
+  double beta1;            /* 0 <= beta1 < 1 */
+  double beta2;            /* 0 <= beta2 < 1 */
+  double eps;              /* added to the corrected square root, at least 0 */
+  double weight_decay;     /* at least 0 */
+  double grad_scale;       /* multiplied into each gradient: 1 / loss scale, clipping */
+  uint32_t momentum_dtype; /* GEMINI_DTYPE_F32; _BF16: half the bytes, each new value rounded stochastically, up or
+                              down with the probabilities that make it right on average; or _BLOCK8: a fourth */
+  uint32_t variance_dtype; /* likewise */
+  uint64_t seed;           /* of that rounding: it depends on seed, step, and an element's number, modulo 2^32 */
+  uint64_t first_element;  /* number of the arrays' first element there. Updates of arenas count elements in the arena,
+                              and add this */
 } gemini_adamw_t;
-/** torch.optim.AdamW's defaults, bf16 parameters and gradients, step 1. */
+/** torch.optim.AdamW's defaults, bf16 parameters and gradients, fp32 states, step 1. */
 #define GEMINI_ADAMW_INIT \
-  { sizeof(gemini_adamw_t), 0, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BF16, 1, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1.0 }
+  { sizeof(gemini_adamw_t), 0, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BF16, 1, 1e-3, 0.9, 0.999, 1e-8, 1e-2, 1.0, 0, 0, 0, 0 }
 
 /** Updates a span on the host in one pass: momentum, variance and master, and from master the low-precision parameter.
  *  All arrays have count elements and are aligned to their element. No two may overlap, except that param may be grad
- *  itself if their elements have one size (gradients that reuse their parameters' bytes).
+ *  itself if their elements have one size (gradients that reuse their parameters' bytes), without GEMINI_ADAMW_SPLIT.
  *  @param param  param_dtype, written: rounded to nearest even; NaN is kept; what is beyond the range becomes infinity.
  *           NULL: master is the parameter
  *  @param grad  grad_dtype, read
- *  @param master  read and written; so are momentum and variance
+ *  @param master  read and written; so are momentum and variance. fp32, unless the rule says otherwise
  *  @param grad_sum_squares_out  the sum of the squares of grad as it is, before grad_scale, in double, in an order that
  *           only depends on count. NULL: not wanted
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names it; nothing changed
  *  Threads: any. The call runs on the calling thread alone, so that many spans can be updated at once, as
  *  gemini_update()'s workers do. All arrays are borrowed until return. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                             float *master, float *momentum, float *variance,
-                                             double *grad_sum_squares_out) GEMINI_MUST_CHECK;
+                                             void *master, void *momentum, void *variance, double *grad_sum_squares_out)
+    GEMINI_MUST_CHECK;
 
 /** Returns how many doubles gemini_adamw_cuda() and gemini_sgd_cuda() need for the sum of squares of count gradients.
  *  Since: 0.1 */
@@ -74,7 +91,7 @@ GEMINI_API uint64_t gemini_update_sums(uint64_t count);
  *  milliseconds and may wait for the GPU; a call with count 0 and no sums does only that. A context that was used must
  *  live as long as the library. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                             float *master, float *momentum, float *variance, void *stream,
+                                             void *master, void *momentum, void *variance, void *stream,
                                              double *sums_out) GEMINI_MUST_CHECK;
 
 enum {
@@ -136,7 +153,7 @@ typedef struct gemini_update_arenas {
   uint32_t flags;          /* GEMINI_UPDATE_LATE, or 0 */
   gemini_arena_t param;    /* written, in the rule's param_dtype. NULL: master is the parameter */
   gemini_arena_t grad;     /* read, in the rule's grad_dtype. It may reuse the bytes of param */
-  gemini_arena_t master;   /* fp32, read and written; so are the next two */
+  gemini_arena_t master;   /* fp32 or, as the rule says, 2 bytes an element; read and written; so are the next two */
   gemini_arena_t momentum; /* ignored by SGD without momentum */
   gemini_arena_t variance; /* ignored by SGD */
   uint64_t first_element;

@@ -36,6 +36,17 @@ __device__ __forceinline__ void step(const gmi_adamw_t &k, float grad, float *p,
 __device__ __forceinline__ bool has_momentum(const gmi_adamw_t &) { return true; }
 __device__ __forceinline__ bool has_variance(const gmi_adamw_t &) { return true; }
 
+/* AdamW with narrow states: the same step. */
+struct narrow_t {
+  gmi_adamw_t k;
+  uint32_t param_dtype, grad_dtype;
+};
+__device__ __forceinline__ void step(const narrow_t &k, float grad, float *p, float *m, float *v) {
+  step(k.k, grad, p, m, v);
+}
+__device__ __forceinline__ bool has_momentum(const narrow_t &) { return true; }
+__device__ __forceinline__ bool has_variance(const narrow_t &) { return true; }
+
 __device__ __forceinline__ void step(const gmi_sgd_t &k, float grad, float *p, float *m, float *) {
   float g = __fadd_rn(__fmul_rn(grad, k.grad_scale), __fmul_rn(k.l2, *p));
   if (k.flags & GMI_SGD_MOMENTUM) {
@@ -81,47 +92,73 @@ __device__ __forceinline__ void store1(void *base, uint64_t i, uint32_t dtype, f
 __device__ __forceinline__ bool is_aligned(const void *base, uint32_t dtype) {
   return (uint64_t)base % (dtype == GEMINI_DTYPE_F32 ? 16 : 8) == 0;
 }
+
+/* How states are kept: fp32, and masters beside parameters; or narrow, as kernel.h has it. */
+template <typename update_t> constexpr bool is_narrow = false;
+template <> constexpr bool is_narrow<narrow_t> = true;
+template <typename update_t> __device__ __forceinline__ uint32_t momentum_dtype(const update_t &) {
+  return GEMINI_DTYPE_F32;
+}
+template <typename update_t> __device__ __forceinline__ uint32_t variance_dtype(const update_t &) {
+  return GEMINI_DTYPE_F32;
+}
+template <typename update_t> __device__ __forceinline__ bool is_split(const update_t &) { return false; }
+template <typename update_t> __device__ __forceinline__ uint32_t random_bits(const update_t &, uint64_t) { return 0; }
+__device__ __forceinline__ uint32_t momentum_dtype(const narrow_t &k) { return k.k.momentum_dtype; }
+__device__ __forceinline__ uint32_t variance_dtype(const narrow_t &k) { return k.k.variance_dtype; }
+__device__ __forceinline__ bool is_split(const narrow_t &k) { return k.k.split; }
+__device__ __forceinline__ uint32_t random_bits(const narrow_t &k, uint64_t i) {
+  uint32_t x = k.k.first + (uint32_t)i;
+  GMI_RANDOM(x, k.k.keys[0], k.k.keys[1]);
+  return x;
+}
+__device__ __forceinline__ uint32_t state_of_float(float value, uint32_t random) {
+  return value != value ? 0x7fc0 : (__float_as_uint(value) + random) >> 16;
+}
+__device__ __forceinline__ float float_of_split(uint32_t upper, uint32_t lower) {
+  return __uint_as_float((upper << 16) + (lower ^ 0x8000) - 0x8000);
+}
+__device__ __forceinline__ uint32_t upper_of_float(float value) {
+  return value != value ? 0x7fc0 : (__float_as_uint(value) + 0x8000) >> 16;
+}
+__device__ __forceinline__ uint32_t lower_of_float(float value) {
+  return value != value ? 0 : __float_as_uint(value) & 0xffff;
+}
+__device__ __forceinline__ void store_state4(void *base, uint64_t i, uint32_t dtype, const float in[EACH],
+                                             const uint32_t random[EACH]) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    store4(base, i, dtype, in);
+  } else {
+    *(uint2 *)((uint16_t *)base + i) =
+        make_uint2(state_of_float(in[0], random[0]) | state_of_float(in[1], random[1]) << 16,
+                   state_of_float(in[2], random[2]) | state_of_float(in[3], random[3]) << 16);
+  }
+}
+__device__ __forceinline__ void store_state1(void *base, uint64_t i, uint32_t dtype, float in, uint32_t random) {
+  if (dtype == GEMINI_DTYPE_F32) {
+    ((float *)base)[i] = in;
+  } else {
+    ((uint16_t *)base)[i] = (uint16_t)state_of_float(in, random);
+  }
+}
+__device__ __forceinline__ void load_split4(float out[EACH], const gmi_arrays_t &a, uint64_t i) {
+  uint2 upper = *(const uint2 *)((const uint16_t *)a.param + i);
+  uint2 lower = *(const uint2 *)((const uint16_t *)a.master + i);
+  out[0] = float_of_split(upper.x & 0xffff, lower.x & 0xffff), out[1] = float_of_split(upper.x >> 16, lower.x >> 16);
+  out[2] = float_of_split(upper.y & 0xffff, lower.y & 0xffff), out[3] = float_of_split(upper.y >> 16, lower.y >> 16);
+}
+__device__ __forceinline__ void store_split4(const gmi_arrays_t &a, uint64_t i, const float in[EACH]) {
+  *(uint2 *)((uint16_t *)a.param + i) = make_uint2(upper_of_float(in[0]) | upper_of_float(in[1]) << 16,
+                                                   upper_of_float(in[2]) | upper_of_float(in[3]) << 16);
+  *(uint2 *)((uint16_t *)a.master + i) = make_uint2(lower_of_float(in[0]) | lower_of_float(in[1]) << 16,
+                                                    lower_of_float(in[2]) | lower_of_float(in[3]) << 16);
+}
+
 __device__ __forceinline__ double square(float value) { return __dmul_rn((double)value, (double)value); }
 
-template <typename update_t>
-__device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a, uint64_t count, double *sums) {
-  __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
-  const uint64_t first = (uint64_t)blockIdx.x * GMI_TILE;
+/* Adds up the squares of a tile, in the order that update.h tells. */
+__device__ __forceinline__ void add_up(const double squares[GMI_TILE], double lanes[GMI_LANES], double *sums) {
   const uint32_t thread = threadIdx.x;
-  const bool momentum = has_momentum(k), variance = has_variance(k);
-  const bool aligned = is_aligned(a.param, k.param_dtype) && is_aligned(a.grad, k.grad_dtype) &&
-                       is_aligned(a.master, GEMINI_DTYPE_F32) &&
-                       (!momentum || is_aligned(a.momentum, GEMINI_DTYPE_F32)) &&
-                       (!variance || is_aligned(a.variance, GEMINI_DTYPE_F32));
-  if (aligned && count - first >= GMI_TILE) {
-    const uint64_t i = first + thread * EACH;
-    float g[EACH], p[EACH], m[EACH] = { 0 }, v[EACH] = { 0 };
-    load4(g, a.grad, i, k.grad_dtype);
-    load4(p, a.master, i, GEMINI_DTYPE_F32);
-    if (momentum) load4(m, a.momentum, i, GEMINI_DTYPE_F32);
-    if (variance) load4(v, a.variance, i, GEMINI_DTYPE_F32);
-#pragma unroll
-    for (uint32_t j = 0; j < EACH; j++) {
-      if (sums) squares[thread * EACH + j] = square(g[j]);
-      step(k, g[j], &p[j], &m[j], &v[j]);
-    }
-    if (momentum) store4(a.momentum, i, GEMINI_DTYPE_F32, m);
-    if (variance) store4(a.variance, i, GEMINI_DTYPE_F32, v);
-    store4(a.master, i, GEMINI_DTYPE_F32, p);
-    store4(a.param, i, k.param_dtype, p);
-  } else {
-#pragma unroll 1
-    for (uint32_t j = thread; j < GMI_TILE; j += THREADS) {
-      const uint64_t i = first + j;
-      squares[j] = 0.0; /* adding it changes no sum of squares */
-      if (i >= count) continue;
-      float g = load1(a.grad, i, k.grad_dtype);
-      squares[j] = square(g);
-      step(k, g, a.master + i, a.momentum + i, a.variance + i);
-      store1(a.param, i, k.param_dtype, a.master[i]);
-    }
-  }
-  if (!sums) return;
   __syncthreads();
   if (thread < GMI_LANES) {
     double sum = 0.0;
@@ -138,9 +175,194 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
   }
 }
 
+template <typename update_t>
+__device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a, uint64_t count, double *sums) {
+  __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
+  const uint64_t first = (uint64_t)blockIdx.x * GMI_TILE;
+  const uint32_t thread = threadIdx.x;
+  const bool momentum = has_momentum(k), variance = has_variance(k);
+  const bool aligned = is_aligned(a.param, k.param_dtype) && is_aligned(a.grad, k.grad_dtype) &&
+                       is_aligned(a.master, is_split(k) ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32) &&
+                       (!momentum || is_aligned(a.momentum, momentum_dtype(k))) &&
+                       (!variance || is_aligned(a.variance, variance_dtype(k)));
+  if (aligned && count - first >= GMI_TILE) {
+    const uint64_t i = first + thread * EACH;
+    float g[EACH], p[EACH], m[EACH] = { 0 }, v[EACH] = { 0 };
+    uint32_t low[EACH], high[EACH]; /* random bits, of momentum and variance */
+    load4(g, a.grad, i, k.grad_dtype);
+    if (is_split(k)) {
+      load_split4(p, a, i);
+    } else {
+      load4(p, a.master, i, GEMINI_DTYPE_F32);
+    }
+    if (momentum) load4(m, a.momentum, i, momentum_dtype(k));
+    if (variance) load4(v, a.variance, i, variance_dtype(k));
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) {
+      if (sums) squares[thread * EACH + j] = square(g[j]);
+      step(k, g[j], &p[j], &m[j], &v[j]);
+      const uint32_t random = random_bits(k, i + j);
+      low[j] = random & 0xffff, high[j] = random >> 16;
+    }
+    if (momentum) store_state4(a.momentum, i, momentum_dtype(k), m, low);
+    if (variance) store_state4(a.variance, i, variance_dtype(k), v, high);
+    if (is_split(k)) {
+      store_split4(a, i, p);
+    } else {
+      store4(a.master, i, GEMINI_DTYPE_F32, p);
+      store4(a.param, i, k.param_dtype, p);
+    }
+  } else {
+#pragma unroll 1
+    for (uint32_t j = thread; j < GMI_TILE; j += THREADS) {
+      const uint64_t i = first + j;
+      squares[j] = 0.0; /* adding it changes no sum of squares */
+      if (i >= count) continue;
+      float g = load1(a.grad, i, k.grad_dtype);
+      squares[j] = square(g);
+      if constexpr (is_narrow<update_t>) {
+        float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
+                              : ((const float *)a.master)[i];
+        float m = load1(a.momentum, i, momentum_dtype(k)), v = load1(a.variance, i, variance_dtype(k));
+        const uint32_t random = random_bits(k, i);
+        step(k, g, &p, &m, &v);
+        store_state1(a.momentum, i, momentum_dtype(k), m, random & 0xffff);
+        store_state1(a.variance, i, variance_dtype(k), v, random >> 16);
+        if (is_split(k)) {
+          ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
+          ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+        } else {
+          ((float *)a.master)[i] = p;
+          store1(a.param, i, k.param_dtype, p);
+        }
+      } else {
+        float *master = (float *)a.master;
+        step(k, g, master + i, (float *)a.momentum + i, (float *)a.variance + i);
+        store1(a.param, i, k.param_dtype, master[i]);
+      }
+    }
+  }
+  if (sums) add_up(squares, lanes, sums);
+}
+
+/* Codes of blocks, as kernel.h computes them. */
+__constant__ const float powers_of_codes[2][8] = { GMI_POWERS_OF_CODES }, powers[8] = { GMI_POWERS };
+__constant__ const float edges_of_codes[2][6] = { GMI_EDGES_OF_CODES };
+__constant__ const float zeros_of_codes[2] = { GMI_ZEROS_OF_CODES }, ones_of_codes[2] = { GMI_ONES_OF_CODES };
+
+__device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top, bool coarse) {
+  if (coarse) code &= 0xfe;
+  const uint32_t magnitude = code & (top == 6 ? 0x7f : 0xff);
+  const uint32_t bits = __float_as_uint(__uint2float_rn(magnitude)), exponent = bits >> 23;
+  const float fraction = __fsub_rn(__uint_as_float((bits & 0x7fffff) | 0x3f800000), 1.0f);
+  const float middle = __uint_as_float(((coarse ? 254 : 253) - exponent) << 23);
+  float value = __fmul_rn(__fadd_rn(0.1f, __fmul_rn(0.9f, __fadd_rn(fraction, middle))),
+                          powers_of_codes[top - 6][(exponent - 127) & 7]);
+  const bool one = !coarse && code == (top == 6 ? 0x80 : 1);
+  if (magnitude == 0) value = 0.0f;
+  if (one) value = 1.0f;
+  value = __fmul_rn(value, scale);
+  return top == 6 && !one && code & 0x80 ? __uint_as_float(__float_as_uint(value) ^ 0x80000000) : value;
+}
+__device__ __forceinline__ uint32_t encode(float value, float scale, uint32_t top, bool coarse) {
+  const uint32_t sign = __float_as_uint(value) >> 31;
+  const float x = __fdiv_rn(__uint_as_float(__float_as_uint(value) & 0x7fffffff), scale);
+  uint32_t decade = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 6; i++) decade += x < edges_of_codes[top - 6][i];
+  const uint32_t count = 1u << (top - decade);
+  const float fraction = __fmul_rn(__fsub_rn(__fmul_rn(x, powers[decade]), 0.1f), GMI_WIDENED);
+  const float place = __fmul_rn(fraction, __uint2float_rn(count));
+  const uint32_t index = place < __uint2float_rn(count) ? (uint32_t)__float2int_rz(place) : count - 1;
+  uint32_t code = count + index;
+  if (coarse) code &= 0xfe;
+  if (x < zeros_of_codes[top - 6]) code = 0;
+  if (top == 6 && code) code |= sign << 7;
+  if (coarse || x < ones_of_codes[top - 6]) return code;
+  return top == 7 ? 1 : sign ? code : 0x80;
+}
+/* The scale of a block, from the codes that its threads have; all of them call this. */
+__device__ __forceinline__ float scale_of_codes(uint32_t code, uint32_t *shared) {
+  const uint32_t bits = __ballot_sync(0xffffffff, code & 1);
+  if (threadIdx.x == 0) *shared = bits & 0xffff;
+  __syncthreads();
+  const float scale = __uint_as_float(*shared << 16);
+  __syncthreads();
+  return scale;
+}
+/* The code that a value gets in its block, with the bit of the new scale; all threads of the block call this. */
+__device__ __forceinline__ uint32_t code_in_block(float value, uint32_t top, uint32_t *shared) {
+  uint32_t most = __float_as_uint(value) & 0x7fffffff;
+#pragma unroll
+  for (uint32_t i = 16; i; i /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffff, most, i);
+    most = other > most ? other : most;
+  }
+  if (threadIdx.x == 0) *shared = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) atomicMax(shared, most);
+  __syncthreads();
+  most = *shared;
+  __syncthreads();
+  const bool coarse = threadIdx.x < GMI_SCALE_BITS;
+  const uint32_t bits = most > GMI_MOST ? 0x7fc00000 : (most + 0xffff) & 0xffff0000;
+  uint32_t code = 0;
+  if (bits && most <= GMI_MOST) code = encode(value, __uint_as_float(bits), top, coarse);
+  return coarse ? code | (bits >> (16 + threadIdx.x) & 1) : code;
+}
+__device__ __forceinline__ float load_coded(const void *base, uint64_t i, uint32_t dtype, uint32_t top,
+                                            uint32_t *shared) {
+  if (dtype != GEMINI_DTYPE_BLOCK8) return load1(base, i, dtype);
+  const uint32_t code = ((const uint8_t *)base)[i];
+  return decode(code, scale_of_codes(code, shared), top, threadIdx.x < GMI_SCALE_BITS);
+}
+__device__ __forceinline__ void store_coded(void *base, uint64_t i, uint32_t dtype, float value, uint32_t random,
+                                            uint32_t top, uint32_t *shared) {
+  if (dtype == GEMINI_DTYPE_BLOCK8) {
+    ((uint8_t *)base)[i] = (uint8_t)code_in_block(value, top, shared);
+  } else {
+    store_state1(base, i, dtype, value, random);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_adamw(const gmi_adamw_t k, const gmi_arrays_t a,
                                                                uint64_t count, double *sums) {
   update(k, a, count, sums);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_narrow(const gmi_adamw_t k, const gmi_arrays_t a,
+                                                                uint64_t count, double *sums) {
+  update(narrow_t{ k, k.param_dtype, k.grad_dtype }, a, count, sums);
+}
+static_assert(THREADS == GMI_BLOCK, "a thread does an element of each block of a tile");
+extern "C" __global__ void __launch_bounds__(THREADS) gmi_blocks(const gmi_adamw_t adamw, const gmi_arrays_t a,
+                                                                uint64_t count, double *sums) {
+  __shared__ double squares[GMI_TILE], lanes[GMI_LANES];
+  __shared__ uint32_t shared;
+  const narrow_t k = { adamw, adamw.param_dtype, adamw.grad_dtype };
+#pragma unroll 1
+  for (uint32_t begin = 0; begin < GMI_TILE; begin += GMI_BLOCK) {
+    const uint64_t i = (uint64_t)blockIdx.x * GMI_TILE + begin + threadIdx.x;
+    squares[begin + threadIdx.x] = 0.0;
+    if (i >= count) continue; /* of all threads at once: count is of whole blocks */
+    const float g = load1(a.grad, i, k.grad_dtype);
+    float p = is_split(k) ? float_of_split(((const uint16_t *)a.param)[i], ((const uint16_t *)a.master)[i])
+                          : ((const float *)a.master)[i];
+    float m = load_coded(a.momentum, i, momentum_dtype(k), 6, &shared);
+    float v = load_coded(a.variance, i, variance_dtype(k), 7, &shared);
+    const uint32_t random = random_bits(k, i);
+    squares[begin + threadIdx.x] = square(g);
+    step(k, g, &p, &m, &v);
+    store_coded(a.momentum, i, momentum_dtype(k), m, random & 0xffff, 6, &shared);
+    store_coded(a.variance, i, variance_dtype(k), v, random >> 16, 7, &shared);
+    if (is_split(k)) {
+      ((uint16_t *)a.param)[i] = (uint16_t)upper_of_float(p);
+      ((uint16_t *)a.master)[i] = (uint16_t)lower_of_float(p);
+    } else {
+      ((float *)a.master)[i] = p;
+      store1(a.param, i, k.param_dtype, p);
+    }
+  }
+  if (sums) add_up(squares, lanes, sums);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) gmi_sgd(const gmi_sgd_t k, const gmi_arrays_t a, uint64_t count,
                                                              double *sums) {

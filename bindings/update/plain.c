@@ -62,6 +62,22 @@ static void vec_store_f16(uint16_t *dst, float v) {
   *dst = (uint16_t)(half | sign);
 }
 
+typedef uint32_t bits_t;
+static bits_t bits_all(uint32_t x) { return x; }
+static bits_t bits_lanes(void) { return 0; }
+static bits_t bits_of_vec(float v) { return bits_of(v); }
+static float vec_of_bits(bits_t b) { return float_of(b); }
+static bits_t bits_where_nan(float v, bits_t a, bits_t b) { return v != v ? a : b; }
+static bits_t bits_load16(const uint16_t *src) { return *src; }
+static void bits_store16(uint16_t *dst, bits_t b) { *dst = (uint16_t)b; }
+static bits_t bits_load8(const uint8_t *src) { return *src; }
+static void bits_store8(uint8_t *dst, bits_t b) { *dst = (uint8_t)b; }
+static bits_t bits_max(bits_t a, bits_t b) { return a > b ? a : b; }
+static bits_t bits_less(float v, float w) { return v < w ? UINT32_MAX : 0; }
+static bits_t bits_of_number(float v) { return (uint32_t)(int32_t)v; }
+static float vec_of_number(bits_t b) { return (float)b; }
+static float vec_pick(const float *table, bits_t b) { return table[b & 7]; }
+
 static sums_t sums_load(const double *lanes) {
   sums_t s;
   memcpy(s.lanes, lanes, sizeof s.lanes);

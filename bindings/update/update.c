@@ -76,16 +76,17 @@ typedef struct array {
 } array_t;
 
 /* Checks that the first `used` arrays are set (param may be NULL), aligned to their elements, and do not overlap. The
- * gradient may be the parameter's own array if the elements have one size: each element is read before it is
- * written. */
-static gemini_status_t check_arrays(const char *operation, uint32_t param_dtype, uint32_t grad_dtype, uint64_t count,
-                                    const gmi_arrays_t *a, size_t used) {
+ * gradient may be the parameter's own array if the elements have one size, as each element is read before it is
+ * written; but not where the parameter is half of the master. */
+static gemini_status_t check_arrays(const char *operation, uint32_t param_dtype, uint32_t grad_dtype,
+                                    const gmi_widths_t *widths, uint64_t count, const gmi_arrays_t *a, size_t used) {
+  const bool split = widths->master == 2;
   const array_t arrays[] = {
     { "param", (uintptr_t)a->param, gmi_dtype_bytes(param_dtype) },
     { "grad", (uintptr_t)a->grad, gmi_dtype_bytes(grad_dtype) },
-    { "master", (uintptr_t)a->master, sizeof(float) },
-    { "momentum", (uintptr_t)a->momentum, sizeof(float) },
-    { "variance", (uintptr_t)a->variance, sizeof(float) },
+    { "master", (uintptr_t)a->master, widths->master },
+    { "momentum", (uintptr_t)a->momentum, widths->momentum },
+    { "variance", (uintptr_t)a->variance, widths->variance },
   };
   for (size_t i = 0; i < used; i++) {
     const array_t *x = &arrays[i];
@@ -97,7 +98,7 @@ static gemini_status_t check_arrays(const char *operation, uint32_t param_dtype,
                              x->base, x->width);
     for (size_t k = i + 1; k < used; k++) {
       const array_t *y = &arrays[k];
-      if (i == 0 && k == 1 && x->base == y->base && x->width == y->width) continue;
+      if (i == 0 && k == 1 && x->base == y->base && x->width == y->width && !split) continue;
       if (x->base < y->base + count * y->width && y->base < x->base + count * x->width)
         return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
                                "%s at %#" PRIx64 " and %s at %#" PRIx64 " overlap over %" PRIu64 " elements", x->name,
@@ -131,13 +132,51 @@ static gemini_status_t check_shared(const char *operation, uint32_t unknown_flag
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t count,
+gmi_widths_t gmi_adamw_widths(const gemini_adamw_t *theirs) {
+  gemini_adamw_t adamw = { 0 };
+  memcpy(&adamw, theirs, theirs->struct_size < sizeof adamw ? theirs->struct_size : sizeof adamw);
+  return (gmi_widths_t){ adamw.flags & GEMINI_ADAMW_SPLIT ? 2 : 4, (uint32_t)gmi_dtype_bytes(adamw.momentum_dtype),
+                         (uint32_t)gmi_dtype_bytes(adamw.variance_dtype) };
+}
+
+static bool is_state_dtype(uint32_t dtype) {
+  return dtype == GEMINI_DTYPE_F32 || dtype == GEMINI_DTYPE_BF16 || dtype == GEMINI_DTYPE_BLOCK8;
+}
+
+/* Checks what says which types the states have. */
+static gemini_status_t check_states(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                                    const gmi_arrays_t *a) {
+  if (!is_state_dtype(adamw->momentum_dtype))
+    REFUSE("momentum_dtype is %" PRIu32 ", want F32, BF16 or BLOCK8", adamw->momentum_dtype);
+  if (!is_state_dtype(adamw->variance_dtype))
+    REFUSE("variance_dtype is %" PRIu32 ", want F32, BF16 or BLOCK8", adamw->variance_dtype);
+  const bool blocks = adamw->momentum_dtype == GEMINI_DTYPE_BLOCK8 || adamw->variance_dtype == GEMINI_DTYPE_BLOCK8;
+  if (blocks && ((adamw->first_element + first) % GMI_BLOCK || count % GMI_BLOCK))
+    REFUSE("elements %" PRIu64 " to %" PRIu64 " are not whole blocks of %u, which 8-bit states have",
+           adamw->first_element + first, adamw->first_element + first + count, GMI_BLOCK);
+  if (!(adamw->flags & GEMINI_ADAMW_SPLIT)) return GEMINI_OK;
+  if (!a->param) REFUSE("there is no param, which is half of each master with GEMINI_ADAMW_SPLIT");
+  if (adamw->param_dtype != GEMINI_DTYPE_BF16)
+    REFUSE("param_dtype is %" PRIu32 ", GEMINI_ADAMW_SPLIT wants BF16", adamw->param_dtype);
+  return GEMINI_OK;
+}
+
+/* The finalizer of splitmix64: keys of seeds and steps that are alike are not. */
+static uint64_t mixed(uint64_t x) {
+  x += UINT64_C(0x9e3779b97f4a7c15);
+  x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+  x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+  return x ^ x >> 31;
+}
+
+gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *theirs, uint64_t first, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out) {
   gemini_adamw_t adamw;
   gemini_status_t status = gmi_update_struct(operation, "adamw", theirs, GMI_V1_ADAMW, &adamw, sizeof adamw);
   if (status) return status;
-  status = check_shared(operation, adamw.flags & ~(uint32_t)GEMINI_ADAMW_L2, adamw.param_dtype, adamw.grad_dtype,
-                        adamw.step, count, a);
+  status = check_shared(operation, adamw.flags & ~(uint32_t)(GEMINI_ADAMW_L2 | GEMINI_ADAMW_SPLIT), adamw.param_dtype,
+                        adamw.grad_dtype, adamw.step, count, a);
+  if (!status) status = check_states(operation, &adamw, first, count, a);
   if (status) return status;
   /* Negated comparisons, so that NaN is refused, too. */
   if (!(adamw.lr >= 0)) REFUSE("lr is %g, want at least 0", adamw.lr);
@@ -145,13 +184,15 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
   if (!(adamw.eps >= 0)) REFUSE("eps is %g, want at least 0", adamw.eps);
   if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
-  status = count ? check_arrays(operation, adamw.param_dtype, adamw.grad_dtype, count, a, 5) : GEMINI_OK;
+  const gmi_widths_t widths = gmi_adamw_widths(&adamw);
+  status = count ? check_arrays(operation, adamw.param_dtype, adamw.grad_dtype, &widths, count, a, 5) : GEMINI_OK;
   if (status) return status;
   /* 1 - beta^step = -expm1(step * log(beta)). The plain subtraction would lose digits when beta^step is near 1. With
    * beta 0 the logarithm is -infinity and the result 1, as it should be. */
   const double correction1 = -expm1((double)adamw.step * log(adamw.beta1));
   const double correction2 = -expm1((double)adamw.step * log(adamw.beta2));
   const bool l2 = adamw.flags & GEMINI_ADAMW_L2;
+  const uint64_t key = mixed(mixed(adamw.seed) ^ adamw.step);
   const char *failed = NULL;
   *k_out = (gmi_adamw_t){
     .grad_scale = rounded(adamw.grad_scale, "grad_scale", &failed),
@@ -166,6 +207,11 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
     .decay = rounded(l2 ? 0 : adamw.lr * adamw.weight_decay, "lr * weight_decay", &failed),
     .param_dtype = a->param ? adamw.param_dtype : GMI_DTYPE_NONE,
     .grad_dtype = adamw.grad_dtype,
+    .momentum_dtype = adamw.momentum_dtype,
+    .variance_dtype = adamw.variance_dtype,
+    .split = (adamw.flags & GEMINI_ADAMW_SPLIT) != 0,
+    .keys = { (uint32_t)key, (uint32_t)(key >> 32) },
+    .first = (uint32_t)(adamw.first_element + first),
   };
   if (failed) REFUSE("%s is not finite in fp32", failed);
   return GEMINI_OK;
@@ -198,13 +244,14 @@ gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *their
     .grad_dtype = sgd.grad_dtype,
   };
   if (failed) REFUSE("%s is not finite in fp32", failed);
-  return count ? check_arrays(operation, sgd.param_dtype, sgd.grad_dtype, count, a, sgd.momentum != 0 ? 4 : 3)
+  const gmi_widths_t widths = { 4, 4, 4 };
+  return count ? check_arrays(operation, sgd.param_dtype, sgd.grad_dtype, &widths, count, a, sgd.momentum != 0 ? 4 : 3)
                : GEMINI_OK;
 }
 
 /* --- instructions --- */
 
-enum { ADAMW, SGD, UPDATES };
+enum { ADAMW, SGD, NARROW, BLOCKS, UPDATES };
 typedef struct isa {
   const char *name;
   gmi_kernel_fn *kernels[UPDATES];
@@ -212,10 +259,10 @@ typedef struct isa {
 } isa_t;
 /* From the slowest to the fastest. [0] runs everywhere, and does the last elements of a span for the others. */
 static const isa_t isas[] = {
-  { "plain", { gmi_adamw_plain, gmi_sgd_plain }, NULL },
+  { "plain", { gmi_adamw_plain, gmi_sgd_plain, gmi_narrow_plain, gmi_blocks_plain }, NULL },
 #ifdef __x86_64__
-  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2 }, gmi_adamw_beside_avx2 },
-  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512 }, gmi_adamw_beside_avx512 },
+  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2, gmi_narrow_avx2, gmi_blocks_avx2 }, gmi_adamw_beside_avx2 },
+  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512, gmi_narrow_avx512, gmi_blocks_avx512 }, gmi_adamw_beside_avx512 },
 #endif
 };
 #define ISAS (sizeof isas / sizeof *isas)
@@ -289,13 +336,20 @@ static void run(int update, const void *k, const gmi_arrays_t *a, uint64_t count
   if (sum_out) *sum_out = sum_of(tiles, used < 1 ? 1 : used < GMI_TILE_LANES ? used : GMI_TILE_LANES);
 }
 
-gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                  float *master, float *momentum, float *variance, double *grad_sum_squares_out) {
-  const gmi_arrays_t a = { param, grad, master, momentum, variance };
+static int kernel_of(const gmi_adamw_t *k) { return gmi_has_blocks(k) ? BLOCKS : gmi_is_narrow(k) ? NARROW : ADAMW; }
+
+gemini_status_t gmi_adamw_host(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *a, double *grad_sum_squares_out) {
   gmi_adamw_t k;
-  gemini_status_t status = gmi_adamw_prepare(__func__, adamw, count, &a, &k);
-  if (!status) run(ADAMW, &k, &a, count, grad_sum_squares_out);
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, a, &k);
+  if (!status) run(kernel_of(&k), &k, a, count, grad_sum_squares_out);
   return status;
+}
+
+gemini_status_t gemini_adamw_host(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
+                                  void *master, void *momentum, void *variance, double *grad_sum_squares_out) {
+  const gmi_arrays_t a = { param, grad, master, momentum, variance };
+  return gmi_adamw_host(__func__, adamw, 0, count, &a, grad_sum_squares_out);
 }
 
 gemini_status_t gemini_sgd_host(const gemini_sgd_t *sgd, uint64_t count, void *param, const void *grad, float *master,
@@ -314,16 +368,17 @@ static void copy_tile(void *to, const void *from, uint64_t first, uint64_t count
 }
 
 /* One tile at a time: copies the old values, and updates the copies in place while they are in the cache. */
-static void run_copied(int update, const void *k, const gmi_arrays_t *a, const gmi_arrays_t *to, uint64_t first,
-                       uint64_t count) {
+static void run_copied(int update, const void *k, const gmi_widths_t *widths, const gmi_arrays_t *a,
+                       const gmi_arrays_t *to, uint64_t first, uint64_t count) {
   gmi_kernel_fn *kernel = isa()->kernels[update], *rest = isas[0].kernels[update];
   const gmi_arrays_t in_place = { to->param, a->grad, to->master, to->momentum, to->variance };
   for (const uint64_t end = first + count; first < end; first += GMI_TILE) {
     double lanes[GMI_LANES] = { 0 };
     const uint64_t here = end - first < GMI_TILE ? end - first : GMI_TILE, whole = here - here % GMI_LANES;
-    copy_tile(to->master, a->master, first, here, sizeof(float));
-    copy_tile(to->momentum, a->momentum, first, here, sizeof(float));
-    copy_tile(to->variance, a->variance, first, here, sizeof(float));
+    if (widths->master == 2) copy_tile(to->param, a->param, first, here, 2);
+    copy_tile(to->master, a->master, first, here, widths->master);
+    copy_tile(to->momentum, a->momentum, first, here, widths->momentum);
+    copy_tile(to->variance, a->variance, first, here, widths->variance);
     kernel(k, &in_place, first, whole, lanes);
     if (whole < here) rest(k, &in_place, first + whole, here - whole, lanes);
   }
@@ -334,17 +389,23 @@ static bool may_stream(const gmi_adamw_t *k, const gmi_arrays_t *to) {
   return all % 64 == 0 && (uintptr_t)to->param % (k->param_dtype == GEMINI_DTYPE_F32 ? 64 : 32) == 0;
 }
 
-gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+gemini_status_t gmi_adamw_beside(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                  const gmi_arrays_t *a, const gmi_arrays_t *to) {
   gmi_adamw_t k;
-  const gmi_arrays_t read = { to->param, a->grad, a->master, a->momentum, a->variance };
+  gmi_arrays_t read = { to->param, a->grad, a->master, a->momentum, a->variance };
   const gmi_arrays_t written = { to->param, a->grad, to->master, to->momentum, to->variance };
-  gemini_status_t status = gmi_adamw_prepare(operation, adamw, count, &read, &k);
-  if (!status) status = gmi_adamw_prepare(operation, adamw, count, &written, &k);
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, &written, &k);
+  if (!status && k.split) read.param = a->param; /* as it is read, too */
+  if (!status) status = gmi_adamw_prepare(operation, adamw, first, count, &read, &k);
   if (status) return status;
+  const gmi_widths_t widths = gmi_adamw_widths(adamw);
+  if (gmi_is_narrow(&k)) { /* these values are small enough to be written through the caches */
+    run_copied(kernel_of(&k), &k, &widths, &read, to, 0, count);
+    return GEMINI_OK;
+  }
   const uint64_t whole = isa()->adamw_beside && may_stream(&k, to) ? count - count % GMI_LANES : 0;
   if (whole) isa()->adamw_beside(&k, &read, to, 0, whole);
-  run_copied(ADAMW, &k, &read, to, whole, count - whole);
+  run_copied(ADAMW, &k, &widths, &read, to, whole, count - whole);
   return GEMINI_OK;
 }
 
@@ -355,6 +416,7 @@ gemini_status_t gmi_sgd_beside(const char *operation, const gemini_sgd_t *sgd, u
   const gmi_arrays_t written = { to->param, a->grad, to->master, to->momentum, NULL };
   gemini_status_t status = gmi_sgd_prepare(operation, sgd, count, &read, &k);
   if (!status) status = gmi_sgd_prepare(operation, sgd, count, &written, &k);
-  if (!status) run_copied(SGD, &k, &read, to, 0, count);
+  const gmi_widths_t widths = { 4, 4, 4 };
+  if (!status) run_copied(SGD, &k, &widths, &read, to, 0, count);
   return status;
 }

@@ -26,7 +26,54 @@ typedef struct gmi_adamw {
   float step_size; /* lr / (1 - beta1^step) */
   float decay;     /* lr * weight_decay */
   uint32_t param_dtype, grad_dtype;
+  /* For the kernels of narrow states alone: */
+  uint32_t momentum_dtype, variance_dtype; /* F32, BF16 or BLOCK8 */
+  uint32_t split;                          /* 1: GEMINI_ADAMW_SPLIT */
+  uint32_t keys[2], first; /* of the random bits of an element: of seed and step; the number of element 0 */
 } gmi_adamw_t;
+/* Whether an update is for the kernels of narrow states. The others, which are the default, do not pay for these. */
+static inline uint32_t gmi_is_narrow(const gmi_adamw_t *k) { return k->split | k->momentum_dtype | k->variance_dtype; }
+/* Whether it is for those of blocks, which are narrow, too. */
+static inline uint32_t gmi_has_blocks(const gmi_adamw_t *k) {
+  return k->momentum_dtype == GEMINI_DTYPE_BLOCK8 || k->variance_dtype == GEMINI_DTYPE_BLOCK8;
+}
+
+/* A block has a scale and a code for each element. The codes are those of Dettmers' dynamic tree, as numbers: with n =
+ * 2^e, codes n to 2 n - 1 are the middles of n equal parts of the decade from 10^(e - top - 1) to 10^(e - top), times
+ * the scale; 0 is 0. Momenta have top 6 and a sign in the highest bit, 0x80 is 1. Variances have top 7, and 1 is 1. The
+ * nearest code is found by comparing with the middles between neighbours. The first GMI_SCALE_BITS codes of a block are
+ * coarse: they lack their lowest bit, which has a bit of the scale (bf16, the lowest first), and stand for the middle
+ * of the two. A block with a magnitude above GMI_MOST (in bits), infinite or NaN, has a NaN for a scale, and is NaN. */
+#define GMI_BLOCK 256u
+#define GMI_SCALE_BITS 16u
+#define GMI_MOST 0x7f7f0000u
+/* By exponent e: 10^(e - top); of momenta, of variances. */
+#define GMI_POWERS_OF_CODES \
+  { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f, 0.0f }, { 0.0f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f }
+#define GMI_POWERS 1.0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f
+/* Between a decade's lowest code and the highest of the one below; between 0 and the lowest; the highest and 1. */
+#define GMI_EDGES_OF_CODES                                                          \
+  { 1.028125e-01f, 1.05625e-02f, 1.1125e-03f, 1.225e-04f, 1.45e-05f, 1.9e-06f }, {  \
+    1.0140625e-01f, 1.028125e-02f, 1.05625e-03f, 1.1125e-04f, 1.225e-05f, 1.45e-06f \
+  }
+#define GMI_ZEROS_OF_CODES 2.75e-07f, 1.625e-07f
+#define GMI_ONES_OF_CODES 9.964844e-01f, 9.982422e-01f
+#define GMI_WIDENED 1.1111112f /* 1 / 0.9 */
+
+/* The random bits of element x, which is its number modulo 2^32 before the call: the low 16 for the momentum, the
+ * others for the variance. The multipliers are those of Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/),
+ * which avalanches; the second key enters between its rounds, so that no two steps have the same bits in another order.
+ * For integers and vectors of integers; key0 and key1 are of x's type. */
+#define GMI_RANDOM(x, key0, key1) \
+  do {                            \
+    x ^= key0;                    \
+    x ^= x >> 16;                 \
+    x *= 0x7feb352du;             \
+    x += key1;                    \
+    x ^= x >> 15;                 \
+    x *= 0x846ca68bu;             \
+    x ^= x >> 16;                 \
+  } while (0)
 enum {
   GMI_SGD_MOMENTUM = 1, /* the update has a momentum array */
   GMI_SGD_BEGINS = 2,   /* the first step: the array's contents are undefined and not read */
@@ -42,7 +89,7 @@ typedef struct gmi_sgd {
 typedef struct gmi_arrays {
   void *param; /* NULL: the master is the parameter (GMI_DTYPE_NONE) */
   const void *grad;
-  float *master, *momentum, *variance; /* the last two NULL where the update has none */
+  void *master, *momentum, *variance; /* fp32, unless states are narrow; the last two NULL where the update has none */
 } gmi_arrays_t;
 
 /* Updates count elements from element first on, and adds the gradient's squares to lanes; that of element first goes to
@@ -51,13 +98,27 @@ typedef struct gmi_arrays {
 typedef void gmi_kernel_fn(const void *k, const gmi_arrays_t *a, uint64_t first, uint64_t count,
                            double lanes[GMI_LANES]);
 gmi_kernel_fn gmi_adamw_plain, gmi_adamw_avx2, gmi_adamw_avx512, gmi_sgd_plain, gmi_sgd_avx2, gmi_sgd_avx512;
+gmi_kernel_fn gmi_narrow_plain, gmi_narrow_avx2, gmi_narrow_avx512; /* AdamW of which gmi_is_narrow() */
+gmi_kernel_fn gmi_blocks_plain, gmi_blocks_avx2, gmi_blocks_avx512; /* and gmi_has_blocks(): whole blocks */
 
 /* Check the arguments of a call and round its coefficients for the kernels. Failures are recorded in operation. With
- * count 0 the arrays are not checked. */
-gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t count,
+ * count 0 the arrays are not checked. first: number of the first element; the rule's first_element is added to it. */
+gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
                                   const gmi_arrays_t *a, gmi_adamw_t *k_out);
 gemini_status_t gmi_sgd_prepare(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a,
                                 gmi_sgd_t *k_out);
+
+/* gemini_adamw_host() and gemini_adamw_cuda(), with the number of the first element as above. */
+gemini_status_t gmi_adamw_host(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *a, double *grad_sum_squares_out);
+gemini_status_t gmi_adamw_cuda(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                               const gmi_arrays_t *a, void *stream, double *sums_out);
+
+/* Bytes of an element of master, momentum and variance. */
+typedef struct gmi_widths {
+  uint32_t master, momentum, variance;
+} gmi_widths_t;
+gmi_widths_t gmi_adamw_widths(const gemini_adamw_t *adamw); /* fields that an older struct lacks count as 0 */
 
 /* Records a failure for this thread, with operation as the name of the public function; returns status. */
 gemini_status_t gmi_update_fail(const char *operation, gemini_status_t status, int64_t native_code, const char *format,
@@ -73,8 +134,10 @@ gemini_status_t gmi_update_fail_in(const char *operation, const char *format, ..
 gemini_status_t gmi_update_struct(const char *operation, const char *name, const void *theirs, size_t v1_size,
                                   void *ours, size_t our_size);
 
-/* Bytes of an element; dtype is F32, BF16 or F16. */
-static inline uint64_t gmi_dtype_bytes(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
+/* Bytes of an element; dtype is F32, BF16, F16 or BLOCK8. */
+static inline uint64_t gmi_dtype_bytes(uint32_t dtype) {
+  return dtype == GEMINI_DTYPE_F32 ? 4 : dtype == GEMINI_DTYPE_BLOCK8 ? 1 : 2;
+}
 
 /* The PTX of kernels.cu, which the build embeds. */
 extern const char gmi_update_ptx[];

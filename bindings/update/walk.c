@@ -56,6 +56,10 @@ static rule_t rule_at(const gemini_update_walk_t *walk, uint64_t index) {
                    adamw ? adamw->grad_dtype : sgd->grad_dtype };
 }
 
+static gmi_widths_t widths_of(const rule_t *rule) {
+  return rule->adamw ? gmi_adamw_widths(rule->adamw) : (gmi_widths_t){ 4, 4, 4 };
+}
+
 /* Index of the first range that ends after element; range_count: there is none. In a table that is not ascending the
  * answer is wrong, but still an index of the table, and update_span() detects the error. */
 static uint64_t range_of(const gemini_update_walk_t *walk, uint64_t element) {
@@ -96,15 +100,15 @@ typedef struct arrays {
   bool beside;
 } arrays_t;
 
-static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t count, const arrays_t *arrays) {
+static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t first, uint64_t count,
+                                     const arrays_t *arrays) {
   const gmi_arrays_t *a = &arrays->at;
   if (arrays->beside)
-    return rule->adamw ? gmi_adamw_beside(WALK, rule->adamw, count, a, &arrays->to)
+    return rule->adamw ? gmi_adamw_beside(WALK, rule->adamw, first, count, a, &arrays->to)
                        : gmi_sgd_beside(WALK, rule->sgd, count, a, &arrays->to);
   if (rule->adamw)
-    return on.gpu ? gemini_adamw_cuda(rule->adamw, count, a->param, a->grad, a->master, a->momentum, a->variance,
-                                      on.stream, NULL)
-                  : gemini_adamw_host(rule->adamw, count, a->param, a->grad, a->master, a->momentum, a->variance, NULL);
+    return on.gpu ? gmi_adamw_cuda(WALK, rule->adamw, first, count, a, on.stream, NULL)
+                  : gmi_adamw_host(WALK, rule->adamw, first, count, a, NULL);
   return on.gpu ? gemini_sgd_cuda(rule->sgd, count, a->param, a->grad, a->master, a->momentum, on.stream, NULL)
                 : gemini_sgd_host(rule->sgd, count, a->param, a->grad, a->master, a->momentum, NULL);
 }
@@ -135,7 +139,9 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
     return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "rule %" PRIu64 " is not among the %" PRIu64 " there are",
                            index, walk->rule_count);
   const rule_t rule = rule_at(walk, index);
-  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(rule.param_dtype), gmi_dtype_bytes(rule.grad_dtype), 4, 4, 4 };
+  const gmi_widths_t widths = widths_of(&rule);
+  const uint64_t bytes[ROLES] = { gmi_dtype_bytes(rule.param_dtype), gmi_dtype_bytes(rule.grad_dtype), widths.master,
+                                  widths.momentum, widths.variance };
   for (int i = 0; i < ROLES; i++) {
     if (ptr[i]) ptr[i] = (char *)ptr[i] + (begin - span->first_element) * bytes[i];
     if (out[i]) out[i] = (char *)out[i] + (begin - span->first_element) * bytes[i];
@@ -143,7 +149,7 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
   const arrays_t arrays = { { ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], ptr[VARIANCE] },
                             { out[PARAM], ptr[GRAD], out[MASTER], out[MOMENTUM], out[VARIANCE] },
                             beside };
-  return update_arrays(&rule, on, end - begin, &arrays);
+  return update_arrays(&rule, on, begin, end - begin, &arrays);
 }
 
 /* Goes through the ranges that the span overlaps, up to the first failure. The callback has no result, so a failure is
@@ -237,7 +243,7 @@ static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
     if (i && size != stride)
       REFUSE("%s[%" PRIu64 "]: struct_size is %" PRIu32 ", in %s[0] %" PRIu32 ": all must be the same", table, i, size,
              table, stride);
-    if (rule.adamw ? gmi_adamw_prepare(WALK_CHECK, rule.adamw, 0, &a, &adamw)
+    if (rule.adamw ? gmi_adamw_prepare(WALK_CHECK, rule.adamw, 0, 0, &a, &adamw)
                    : gmi_sgd_prepare(WALK_CHECK, rule.sgd, 0, &a, &sgd))
       return gmi_update_fail_in(WALK_CHECK, "%s[%" PRIu64 "]", table, i);
     if (gmi_dtype_bytes(rule.grad_dtype) != gmi_dtype_bytes(first.grad_dtype))
@@ -246,6 +252,12 @@ static gemini_status_t check_rules(const gemini_update_walk_t *walk) {
     if (a.param && gmi_dtype_bytes(rule.param_dtype) != gmi_dtype_bytes(first.param_dtype))
       REFUSE("%s[%" PRIu64 "]: param_dtype is %" PRIu32 ", in %s[0] %" PRIu32 ", which has another size", table, i,
              rule.param_dtype, table, first.param_dtype);
+    const gmi_widths_t widths = widths_of(&rule), wanted = widths_of(&first);
+    if (widths.master != wanted.master || widths.momentum != wanted.momentum || widths.variance != wanted.variance)
+      REFUSE("%s[%" PRIu64 "]: its states have %" PRIu32 ", %" PRIu32 " and %" PRIu32 " bytes (master, momentum, "
+             "variance), in %s[0] %" PRIu32 ", %" PRIu32 " and %" PRIu32 ": all must be the same",
+             table, i, widths.master, widths.momentum, widths.variance, table, wanted.master, wanted.momentum,
+             wanted.variance);
     if (sgd.flags & GMI_SGD_MOMENTUM && walk->momentum_index == GEMINI_INDEX_NONE)
       REFUSE("%s[%" PRIu64 "]: momentum is %g, and momentum_index names no arena", table, i, rule.sgd->momentum);
   }
@@ -267,8 +279,10 @@ static gemini_status_t check_ranges(const gemini_update_walk_t *walk) {
 }
 
 static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemini_update_t *update) {
-  static const uint32_t needed[ROLES] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE,
-                                          GEMINI_READ_WRITE };
+  const rule_t first = rule_at(walk, 0);
+  const bool split = first.adamw && first.adamw->flags & GEMINI_ADAMW_SPLIT; /* the parameter is half of the master */
+  const uint32_t needed[ROLES] = { split ? GEMINI_READ_WRITE : GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE,
+                                   GEMINI_READ_WRITE, GEMINI_READ_WRITE };
   static const char *const mode_names[] = { "0", "READ", "WRITE", "READ_WRITE" };
   const roles_t roles = roles_of(walk);
   for (int i = 0; i < ROLES; i++) {
@@ -295,6 +309,16 @@ static gemini_status_t check_elements(const gemini_update_walk_t *walk, const ge
   const uint64_t count = update->element_count ? update->element_count : last > first ? last - first : 0;
   if (first > UINT64_MAX - count || first + count > last)
     REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", the last range ends at %" PRIu64, first, count, last);
+  const rule_t rule = rule_at(walk, 0);
+  const gmi_widths_t widths = widths_of(&rule);
+  const bool blocks = widths.momentum == 1 || widths.variance == 1; /* updates have whole ones */
+  if (blocks && (first % GMI_BLOCK || update->element_count % GMI_BLOCK))
+    REFUSE("the update has elements %" PRIu64 " + %" PRIu64 ", 8-bit states want multiples of %u", first,
+           update->element_count, GMI_BLOCK);
+  for (uint64_t i = range_of(walk, first); blocks && walk->ranges[i].end_element < first + count; i++)
+    if (walk->ranges[i].end_element % GMI_BLOCK)
+      REFUSE("ranges[%" PRIu64 "] ends at %" PRIu64 ", 8-bit states want a multiple of %u", i,
+             walk->ranges[i].end_element, GMI_BLOCK);
   const bool ahead = update->flags & GEMINI_UPDATE_SPECULATE; /* beside old values nothing can be left as it is */
   if (!ahead && (walk->param_index == GEMINI_INDEX_NONE || update->modes[walk->param_index] & GEMINI_READ))
     return GEMINI_OK;

@@ -145,7 +145,7 @@ bool gpu_copy(gpu_t *gpu, void *to, const void *from, uint64_t bytes, void *stre
   return queue(stream, &(task_t){ .kind = TASK_COPY, .in = { from }, .out = { to }, .count = bytes });
 }
 gemini_status_t played_adamw_cuda(const gemini_adamw_t *adamw, uint64_t count, void *param, const void *grad,
-                                  float *master, float *momentum, float *variance, void *stream, double *sums_out) {
+                                  void *master, void *momentum, void *variance, void *stream, double *sums_out) {
   CHECK(param == grad && sums_out == NULL);
   task_t t = { .kind = TASK_ADAMW, .count = count, .out = { param, master, momentum, variance }, .with.adamw = *adamw };
   return queue(stream, &t) ? GEMINI_OK : GEMINI_ERR_DEVICE;

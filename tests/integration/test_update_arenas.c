@@ -7,7 +7,7 @@
 
 #define W WORLD_CHUNK
 enum { HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE, BOTH = GEMINI_READ_WRITE };
-enum { ELEMENTS = 5 * 32768 + 100, STEPS = 4 }; /* more than five chunks of bf16 */
+enum { ELEMENTS = 5 * 32768 + 100, STEPS = 4, BLOCKS = 10 * 32768 + 256 }; /* more than five chunks of bf16, of bytes */
 
 /* ---- copies of the caller's data, and failures */
 typedef struct {
@@ -145,6 +145,57 @@ static void test_wrong_callbacks_and_copies_are_refused(void) {
   world_close(&b.w);
 }
 
+/* ---- 8-bit states: chunks of them have four times as many elements as those of fp32 masters */
+static void in_blocks(uint32_t flags) {
+  static uint16_t grad[BLOCKS];
+  static float master[BLOCKS];
+  static uint8_t momentum[BLOCKS], variance[BLOCKS];
+  world_t w = world_open(world_config(8, 80, 0));
+  gemini_arena_t arenas[4];
+  gemini_tensor_t tensors[4];
+  static const uint32_t bytes[] = { 4, 2, 1, 1 };
+  const void *const want[] = { master, grad, momentum, variance };
+  for (uint32_t i = 0; i < 4; i++) {
+    arenas[i] =
+        world_arena(&w, i ? GEMINI_KIND_MASTER + i - 1 : GEMINI_KIND_PARAM, bytes[i], NULL, i ? arenas[0] : NULL, NULL);
+    if (!i) tensors[0] = world_tensor(&w, arenas[0], "all", BLOCKS * 4);
+    else CHECK_OK(gemini_tensor_counterpart(w.mgr, tensors[0], arenas[i], &tensors[i]));
+  }
+  memset(master, 0, sizeof master), memset(momentum, 0, sizeof momentum), memset(variance, 0, sizeof variance);
+  for (uint64_t step = 1; step <= 3; step++) {
+    gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
+    adamw.step = step, adamw.momentum_dtype = adamw.variance_dtype = GEMINI_DTYPE_BLOCK8;
+    for (uint64_t i = 0; i < BLOCKS; i++) grad[i] = (uint16_t)(0x3c00 + (i * 37 + step * 101) % 512);
+    gemini_access_t a = world_whole(tensors[1], GEMINI_WRITE, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    memcpy(a.ptr, grad, sizeof grad);
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    gemini_update_arenas_t all = GEMINI_UPDATE_ARENAS_INIT;
+    all.master = arenas[0], all.grad = arenas[1], all.momentum = arenas[2], all.variance = arenas[3];
+    all.element_count = 100;
+    CHECK_STATUS(gemini_adamw_arenas(w.mgr, &adamw, &all), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, "the update has elements 0 + 100, 8-bit states want multiples of 256");
+    all.element_count = 0, all.flags = GEMINI_UPDATE_SPECULATE;
+    CHECK_OK(gemini_adamw_arenas(w.mgr, &adamw, &all));
+    all.flags = flags | GEMINI_UPDATE_COMMIT;
+    CHECK_OK(gemini_adamw_arenas(w.mgr, &adamw, &all));
+    CHECK_OK(gemini_update_wait(w.mgr));
+    CHECK_OK(gemini_adamw_host(&adamw, BLOCKS, NULL, grad, master, momentum, variance, NULL));
+  }
+  CHECK(world_stats(&w).committed_elements > 0);
+  for (uint32_t i = 0; i < 4; i++) {
+    gemini_access_t a = world_whole(tensors[i], GEMINI_READ, HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(!memcmp(a.ptr, want[i], (size_t)BLOCKS * bytes[i]));
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  world_close(&w);
+}
+static void test_one_call_updates_arenas_with_states_in_blocks_to_the_bit(void) {
+  in_blocks(0);
+  in_blocks(GEMINI_UPDATE_LATE);
+}
+
 /* ---- whole arenas */
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ARENAS };
 typedef struct {
@@ -152,13 +203,14 @@ typedef struct {
   gemini_arena_t arenas[ARENAS];
   gemini_tensor_t tensors[ARENAS];
 } model_t;
-static model_t model_open(uint64_t device_chunks) {
+/* narrow: split masters, momentum and variance in bf16. */
+static model_t model_open(uint64_t device_chunks, bool narrow) {
   static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_GRAD, GEMINI_KIND_MASTER, GEMINI_KIND_MOMENTUM,
                                     GEMINI_KIND_VARIANCE };
   static const char *const names[] = { "param", "grad", "master", "momentum", "variance" };
   model_t m = { .w = world_open(world_config(device_chunks, 80, 0)) };
   for (int i = 0; i < ARENAS; i++) {
-    const uint32_t bytes = i < MASTER ? 2 : 4;
+    const uint32_t bytes = i < MASTER || narrow ? 2 : 4;
     m.arenas[i] = world_arena(&m.w, kinds[i], bytes, names[i], i ? m.arenas[0] : NULL, NULL);
     if (!i) m.tensors[0] = world_tensor(&m.w, m.arenas[0], "all", ELEMENTS * bytes);
     else CHECK_OK(gemini_tensor_counterpart(m.w.mgr, m.tensors[0], m.arenas[i], &m.tensors[i]));
@@ -186,11 +238,14 @@ static void make_gradients(int step) {
 }
 /* Updates of all steps, late or not, with everything on the host or everything pinned to the device; the bits of one
  * call over plain arrays. */
-static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
-  model_t m = model_open(on_device ? 70 : 8);
+static void train(bool sgd, bool low, bool on_device, uint32_t flags, bool narrow) {
+  model_t m = model_open(on_device ? 70 : 8, narrow);
+  const uint64_t state_bytes = narrow ? sizeof plain.master / 2 : sizeof plain.master;
   memset(&plain, 0, sizeof plain);
   for (uint64_t i = 0; i < ELEMENTS; i++) plain.master[i] = (float)(i % 1000) * 1e-3f;
-  put(&m, MASTER, plain.master, sizeof plain.master);
+  for (uint64_t i = 0; i < ELEMENTS; i++) plain.param[i] = (uint16_t)(narrow ? 0x3c00 + i % 500 : 0);
+  put(&m, PARAM, plain.param, sizeof plain.param);
+  put(&m, MASTER, plain.master, state_bytes); /* any bits are the lower halves of some masters */
   for (int i = 0; on_device && i < ARENAS; i++) {
     gemini_access_t pin = world_whole(m.tensors[i], BOTH, DEVICE);
     CHECK_OK(gemini_pin(m.w.mgr, &pin));
@@ -200,6 +255,10 @@ static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
     gemini_sgd_t rule = GEMINI_SGD_INIT;
     adamw.step = rule.step = (uint64_t)step;
     rule.momentum = 0.9;
+    if (narrow) {
+      adamw.flags = GEMINI_ADAMW_SPLIT, adamw.seed = 5;
+      adamw.momentum_dtype = adamw.variance_dtype = GEMINI_DTYPE_BF16;
+    }
     make_gradients(step);
     gemini_access_t a = world_whole(m.tensors[GRAD], GEMINI_WRITE, DEVICE);
     CHECK_OK(gemini_acquire(m.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -229,17 +288,20 @@ static void train(bool sgd, bool low, bool on_device, uint32_t flags) {
     CHECK_OK(gemini_unpin(m.w.mgr, &pin));
   }
   check_role(&m, PARAM, plain.param, sizeof plain.param);
-  check_role(&m, MASTER, plain.master, sizeof plain.master);
-  check_role(&m, MOMENTUM, plain.momentum, sizeof plain.momentum);
-  check_role(&m, VARIANCE, plain.variance, sizeof plain.variance);
+  check_role(&m, MASTER, plain.master, state_bytes);
+  check_role(&m, MOMENTUM, plain.momentum, state_bytes);
+  check_role(&m, VARIANCE, plain.variance, state_bytes);
   world_close(&m.w);
 }
 static void test_one_call_updates_whole_arenas_to_the_bit(void) {
-  for (int i = 0; i < 16; i++) train(i & 1, i & 2, i & 4, i & 8 ? GEMINI_UPDATE_LATE : 0);
+  for (int i = 0; i < 16; i++) train(i & 1, i & 2, i & 4, i & 8 ? GEMINI_UPDATE_LATE : 0, false);
+}
+static void test_one_call_updates_arenas_with_narrow_states_to_the_bit(void) {
+  for (int i = 0; i < 4; i++) train(false, true, i & 1, i & 2 ? GEMINI_UPDATE_LATE : 0, true);
 }
 
 static void test_arenas_that_do_not_fit_the_rule_are_refused(void) {
-  model_t m = model_open(8);
+  model_t m = model_open(8, false);
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   gemini_sgd_t sgd = GEMINI_SGD_INIT;
   gemini_update_arenas_t good = GEMINI_UPDATE_ARENAS_INIT, bad;
@@ -270,6 +332,12 @@ static void test_arenas_that_do_not_fit_the_rule_are_refused(void) {
   REFUSED(GEMINI_ERR_INVALID, "more than the 163940 elements");
   adamw.grad_dtype = GEMINI_DTYPE_F32; /* the default is bf16: fp32 gradients would be read as twice as many */
   REFUSED(GEMINI_ERR_INVALID, "grad: the arena has elements of 2 bytes, the update of 4");
+  adamw = (gemini_adamw_t)GEMINI_ADAMW_INIT, adamw.momentum_dtype = GEMINI_DTYPE_BF16;
+  REFUSED(GEMINI_ERR_INVALID, "momentum: the arena has elements of 4 bytes, the update of 2");
+  adamw = (gemini_adamw_t)GEMINI_ADAMW_INIT, adamw.flags = GEMINI_ADAMW_SPLIT;
+  REFUSED(GEMINI_ERR_INVALID, "master: the arena has elements of 4 bytes, the update of 2");
+  bad.param = NULL;
+  REFUSED(GEMINI_ERR_INVALID, "there is no param, which is half of each master");
   adamw = (gemini_adamw_t)GEMINI_ADAMW_INIT, adamw.beta1 = 1;
   REFUSED(GEMINI_ERR_INVALID, "beta1 is 1");
   CHECK_STATUS(gemini_adamw_arenas(m.w.mgr, NULL, &good), GEMINI_ERR_INVALID);
@@ -290,6 +358,8 @@ int main(void) {
   RUN(test_an_update_whose_function_fails_says_so_for_good);
   RUN(test_wrong_callbacks_and_copies_are_refused);
   RUN(test_one_call_updates_whole_arenas_to_the_bit);
+  RUN(test_one_call_updates_arenas_with_narrow_states_to_the_bit);
+  RUN(test_one_call_updates_arenas_with_states_in_blocks_to_the_bit);
   RUN(test_arenas_that_do_not_fit_the_rule_are_refused);
   return check_done();
 }

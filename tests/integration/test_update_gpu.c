@@ -15,7 +15,7 @@ typedef struct state {
   double *sums;
 } state_t;
 
-static uint64_t width(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : 2; }
+static uint64_t width(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : dtype == GEMINI_DTYPE_BLOCK8 ? 1 : 2; }
 static float *at(const state_t *s, int array, uint64_t i) { return (float *)s->arrays[array] + i; }
 static void *low(const state_t *s, int array, uint32_t dtype, uint64_t i) {
   return (char *)s->arrays[array] + i * width(dtype);
@@ -113,6 +113,46 @@ static void test_update_on_the_gpu_equals_the_host(void) {
       memcpy(gpu.arrays[GRAD], host.arrays[GRAD], (first + count) * width(c.grad_dtype));
     }
     CHECK(count < 1000 || memcmp(host.arrays[MASTER], start.arrays[MASTER], CAPACITY * 4) != 0);
+    check_same(&gpu, &host, CAPACITY, c.param_dtype);
+  }
+  state_close(&start);
+  state_close(&host);
+  state_close(&gpu);
+}
+
+/* Momentum and variance in bf16, and in blocks, split masters, in all combinations; NaNs of narrow states have one
+ * pattern. */
+static void test_narrow_states_on_the_gpu_equal_the_host(void) {
+  static const uint32_t states[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BLOCK8 };
+  const uint64_t counts[] = { 1, 3, 1024, 5000, CAPACITY - 4 }, firsts[] = { 0, 1, 2, 4 };
+  state_t start = state_open(CAPACITY), host = state_open(CAPACITY), gpu = state_open(CAPACITY);
+  for (uint32_t i = 0; i < 17 * 3 * 5 * 4; i++) {
+    const uint32_t way = 1 + i % 17, step = i / 17;
+    gemini_adamw_t c = GEMINI_ADAMW_INIT;
+    const bool split = way >= 9, blocks = states[way % 3] == GEMINI_DTYPE_BLOCK8 || states[way / 3 % 3] == states[2];
+    c.flags = split ? GEMINI_ADAMW_SPLIT : 0;
+    c.param_dtype = split ? GEMINI_DTYPE_BF16 : dtypes[step % 3];
+    c.grad_dtype = dtypes[(step + i) % 3];
+    c.momentum_dtype = states[way % 3], c.variance_dtype = states[way / 3 % 3];
+    c.step = 1 + i, c.seed = i, c.first_element = UINT64_C(0xffffff00) + (blocks ? 0 : i);
+    c.grad_scale = 0.37;
+    const uint64_t count = blocks ? (counts[step % 5] + 255) / 256 * 256 : counts[step % 5];
+    const uint64_t first = blocks ? 256 * (step / 15 % 2) : firsts[step / 15];
+    fill(&start, CAPACITY, i);
+    copy(&host, &start, CAPACITY);
+    copy(&gpu, &start, CAPACITY);
+    for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+      state_t *s = on_gpu ? &gpu : &host;
+      void *grad = low(s, GRAD, c.grad_dtype, first), *param = low(s, PARAM, c.param_dtype, first);
+      void *p = low(s, MASTER, split ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32, first);
+      void *m = low(s, MOMENTUM, c.momentum_dtype, first), *v = low(s, VARIANCE, c.variance_dtype, first);
+      s->sums[0] = -1;
+      CHECK_EQ(on_gpu ? gemini_adamw_cuda(&c, count, param, grad, p, m, v, stream, s->sums)
+                      : gemini_adamw_host(&c, count, param, grad, p, m, v, s->sums),
+               GEMINI_OK);
+    }
+    synchronize();
+    CHECK(count < 1000 || memcmp(host.arrays[MOMENTUM], start.arrays[MOMENTUM], CAPACITY * 4) != 0);
     check_same(&gpu, &host, CAPACITY, c.param_dtype);
   }
   state_close(&start);
@@ -341,6 +381,7 @@ int main(void) {
   CHECK_EQ(driver->current_set(context), CU_SUCCESS);
   CHECK_EQ(driver->stream_create(&stream, CU_STREAM_NON_BLOCKING_FLAG), CU_SUCCESS);
   RUN(test_update_on_the_gpu_equals_the_host);
+  RUN(test_narrow_states_on_the_gpu_equal_the_host);
   RUN(test_sgd_on_the_gpu_equals_the_host);
   RUN(test_update_on_the_gpu_needs_no_context_and_no_sum);
   RUN(test_walk_over_arenas_on_the_gpu_equals_the_host);

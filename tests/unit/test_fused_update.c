@@ -386,7 +386,7 @@ static void test_update_beside_the_old_values_is_the_same(void) {
       float *const variance = (float *)(((uintptr_t)to.variance + 63) / 64 * 64) + shift;
       void *const param = element((void *)(((uintptr_t)to.param + 63) / 64 * 64), c.param_dtype, shift);
       const gmi_arrays_t out = { has_param ? param : NULL, NULL, master, momentum, variance };
-      CHECK_EQ(gmi_adamw_beside("test", &c, count, &a, &out), GEMINI_OK);
+      CHECK_EQ(gmi_adamw_beside("test", &c, 0, count, &a, &out), GEMINI_OK);
       CHECK(!memcmp(&actual, &start, sizeof start));
       for (uint64_t k = 0; k < count; k++) {
         CHECK(same(master[k], expected.master[first + k]) && same(momentum[k], expected.momentum[first + k]) &&
@@ -404,9 +404,9 @@ static void test_update_beside_the_old_values_is_the_same(void) {
   const gemini_adamw_t c = config_of(F32, F32);
   const gmi_arrays_t a = { NULL, actual.grad, actual.master, actual.momentum, actual.variance };
   const gmi_arrays_t overlap = { NULL, NULL, to.master, to.master + 8, to.variance }, none = { 0 };
-  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &a, &overlap), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &a, &none), GEMINI_ERR_INVALID);
-  CHECK_EQ(gmi_adamw_beside("test", &c, 100, &none, &a), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 100, &a, &overlap), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 100, &a, &none), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 100, &none, &a), GEMINI_ERR_INVALID);
 }
 
 static const char *message(void) {
@@ -440,7 +440,7 @@ static void test_update_bad_values_are_refused_by_name(void) {
   refused(NULL, "adamw is NULL");
   BAD(struct_size, 8, "struct_size is 8");
   BAD(struct_size, 5000, "struct_size is 5000");
-  BAD(flags, 6, "flags has unknown bits: 0x6");
+  BAD(flags, 12, "flags has unknown bits: 0xc");
   BAD(param_dtype, GEMINI_DTYPE_F64, "param_dtype is 3");
   BAD(grad_dtype, 77, "grad_dtype is 77");
   BAD(step, 0, "step is 0");
@@ -470,7 +470,7 @@ static void test_update_bad_values_are_refused_by_name(void) {
       GEMINI_OK);
   longer.later = 1;
   refused(&longer.known,
-          "adamw: byte 72 of 80 is not 0, but this library (" GEMINI_VERSION_STRING ") knows the first 72");
+          "adamw: byte 96 of 104 is not 0, but this library (" GEMINI_VERSION_STRING ") knows the first 96");
 
   actual = start;
   state_t *a = &actual;
@@ -534,14 +534,16 @@ static void test_update_cuda_works_in_the_streams_context_and_loads_once(void) {
   /* No context, no stream: GPU 0's primary one, for this call only. */
   CHECK_EQ(update_cuda(&actual, &c, 9, NULL, NULL), GEMINI_OK);
   CALLED("cuInit", "cuCtxGetCurrent", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData",
-         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw", "cuCtxSetCurrent");
+         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction",
+         "cuModuleGetFunction", "gmi_adamw", "cuCtxSetCurrent");
   CHECK(!fake.current);
   CHECK_EQ(update_cuda(&actual, &c, 9, sums, NULL), GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuCtxSetCurrent", "gmi_adamw", "gmi_update_sum", "cuCtxSetCurrent");
   /* The thread's own context, for it and for the stream names that stand for it. */
   fake.current = context_at(1);
   CHECK_EQ(update_cuda(&actual, &c, 0, NULL, NULL), GEMINI_OK);
-  CALLED("cuCtxGetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction");
+  CALLED("cuCtxGetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction",
+         "cuModuleGetFunction", "cuModuleGetFunction");
   for (uintptr_t stream = 0; stream < 3; stream++) {
     CHECK_EQ(update_cuda(&actual, &c, 9, NULL, (void *)stream), GEMINI_OK);
     CHECK(fake.launched_on[1] == (cu_stream_t)stream);
@@ -549,9 +551,10 @@ static void test_update_cuda_works_in_the_streams_context_and_loads_once(void) {
   }
   /* A stream of another context: that one, and the thread's own afterwards. */
   CHECK_EQ(update_cuda(&actual, &c, 9, NULL, contexts[2]), GEMINI_OK);
-  CHECK(fake.launched_on[7] == (cu_stream_t)(void *)contexts[2]);
+  CHECK(fake.launched_on[9] == (cu_stream_t)(void *)contexts[2]);
   CALLED("cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction",
-         "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw", "cuCtxSetCurrent");
+         "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "cuModuleGetFunction", "gmi_adamw",
+         "cuCtxSetCurrent");
   CHECK(fake.current == context_at(1));
   CHECK_EQ(update_cuda(&actual, &c, 0, sums, contexts[2]), GEMINI_OK);
   CALLED("cuCtxGetCurrent", "cuStreamGetCtx", "cuCtxSetCurrent", "gmi_update_sum", "cuCtxSetCurrent");

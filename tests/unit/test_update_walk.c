@@ -40,7 +40,9 @@ static void fill(model_t *m, const table_t *t, uint64_t *random) {
       if (t->index[VARIANCE] == a) value = fabsf(value);
       uint32_t bits;
       memcpy(&bits, &value, sizeof bits);
-      m->arenas[a][i] = t->bytes[a] == 4 ? bits : bits & 0xbbffbbff; /* two halves that are neither infinite nor NaN */
+      if (t->bytes[a] == 2)
+        bits &= t->index[VARIANCE] == a ? 0x3bff3bff : 0xbbffbbff; /* halves, none infinite or NaN */
+      m->arenas[a][i] = bits;
     }
   }
 }
@@ -50,6 +52,8 @@ static table_t random_table(uint64_t *random, uint64_t elements, bool sgd, bool 
   table_t t = { .sgd = sgd };
   const bool momentum = check_random(random) % 4;
   const uint32_t low[2] = { check_random(random) % 3 ? 2 : 4, check_random(random) % 3 ? 2 : 4 };
+  const uint64_t narrow = sgd ? 0 : check_random(random) % 8;
+  const bool split = narrow & 4 && !in_place && !alone && low[0] == 2;
   uint32_t order[ARENAS];
   for (uint32_t i = 0; i < ARENAS; i++) {
     uint32_t k = (uint32_t)(check_random(random) % (i + 1));
@@ -58,12 +62,18 @@ static table_t random_table(uint64_t *random, uint64_t elements, bool sgd, bool 
   memcpy(t.index, order, sizeof t.index);
   t.bytes[t.index[PARAM]] = low[0];
   t.bytes[t.index[GRAD]] = low[in_place ? 0 : 1];
+  if (narrow & 1) t.bytes[t.index[MOMENTUM]] = 2;
+  if (narrow & 2) t.bytes[t.index[VARIANCE]] = 2;
+  if (split) t.bytes[t.index[MASTER]] = 2;
   for (uint32_t r = 0; r < RULES; r++) {
     gemini_adamw_t a = GEMINI_ADAMW_INIT;
     const uint32_t half[2] = { check_random(random) % 2 ? BF16 : F16, check_random(random) % 2 ? BF16 : F16 };
     a.param_dtype = t.bytes[t.index[PARAM]] == 4 ? F32 : half[0];
     a.grad_dtype = t.bytes[t.index[GRAD]] == 4 ? F32 : half[1];
-    a.flags = r == 1 ? GEMINI_ADAMW_L2 : 0;
+    a.flags = (r == 1 ? GEMINI_ADAMW_L2 : 0) | (split ? GEMINI_ADAMW_SPLIT : 0);
+    if (split) a.param_dtype = BF16;
+    a.momentum_dtype = narrow & 1 ? BF16 : F32, a.variance_dtype = narrow & 2 ? BF16 : F32;
+    a.seed = r, a.first_element = 1000 * r;
     a.step = 1 + r * 5;
     a.lr = 1e-3 * (r + 1);
     a.weight_decay = 0.1 * r;
@@ -100,11 +110,13 @@ static void plain_loop(model_t *m, const table_t *t, bool in_place, uint64_t fir
     const uint64_t rule = t->ranges[r].rule;
     if (rule == GEMINI_UPDATE_SKIP) continue;
     void *param = low_param(m, t, in_place, i), *grad = element(m, t, t->index[GRAD], i);
-    float *master = element(m, t, t->index[MASTER], i), *momentum = NULL;
+    void *master = element(m, t, t->index[MASTER], i), *momentum = NULL;
+    gemini_adamw_t adamw = t->adamws[rule];
+    adamw.first_element += i;
     if (t->index[MOMENTUM] != GEMINI_INDEX_NONE) momentum = element(m, t, t->index[MOMENTUM], i);
     CHECK_EQ(t->sgd ? gemini_sgd_host(&t->sgds[rule], 1, param, grad, master, momentum, NULL)
-                    : gemini_adamw_host(&t->adamws[rule], 1, param, grad, master, momentum,
-                                        element(m, t, t->index[VARIANCE], i), NULL),
+                    : gemini_adamw_host(&adamw, 1, param, grad, master, momentum, element(m, t, t->index[VARIANCE], i),
+                                        NULL),
              GEMINI_OK);
   }
 }
@@ -287,6 +299,9 @@ static table_t ordinary(void) {
   for (uint32_t a = 0; a < ARENAS; a++) t.bytes[a] = a < 2 ? 2 : 4;
   for (uint32_t r = 0; r < RULES; r++) {
     t.adamws[r].param_dtype = t.adamws[r].grad_dtype = BF16;
+    t.adamws[r].momentum_dtype = t.adamws[r].variance_dtype = F32;
+    t.adamws[r].first_element = 0;
+    t.adamws[r].flags &= ~(uint32_t)GEMINI_ADAMW_SPLIT;
     t.sgds[r].param_dtype = t.sgds[r].grad_dtype = BF16;
     t.sgds[r].momentum = 0;
   }
@@ -439,6 +454,12 @@ static void test_walk_tells_the_first_failure_and_does_the_other_spans(void) {
 
 /* --- checks --- */
 
+static void split_all(table_t *t) {
+  for (uint32_t r = 0; r < RULES; r++) t->adamws[r].flags |= GEMINI_ADAMW_SPLIT;
+}
+static void blocks_all(table_t *t) {
+  for (uint32_t r = 0; r < RULES; r++) t->adamws[r].variance_dtype = GEMINI_DTYPE_BLOCK8;
+}
 static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   const table_t t = ordinary();
   const uint32_t good_modes[] = { GEMINI_WRITE, GEMINI_READ, GEMINI_READ_WRITE, GEMINI_READ_WRITE, GEMINI_READ_WRITE };
@@ -503,6 +524,16 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   REFUSED(w.variance_index = 5, "variance_index is 5");
   REFUSED(w.momentum_index = 2, "master_index and momentum_index both are 2");
   REFUSED(u.modes = NULL, "modes is NULL");
+  REFUSED(bad.adamws[2].variance_dtype = BF16,
+          "adamws[2]: its states have 4, 4 and 2 bytes (master, momentum, variance), in adamws[0] 4, 4 and 4");
+  REFUSED(bad.adamws[1].flags |= GEMINI_ADAMW_SPLIT, "adamws[1]: its states have 2, 4 and 4 bytes");
+  REFUSED(split_all(&bad), "param_index: modes[0] is 2, want READ_WRITE"); /* the parameter is half of the master */
+  ACCEPTED((split_all(&bad), modes[0] = GEMINI_READ_WRITE));
+  REFUSED((blocks_all(&bad), u.first_element = 100), "elements 100 + 0, 8-bit states want multiples of 256");
+  REFUSED((blocks_all(&bad), u.element_count = 100), "elements 0 + 100, 8-bit states want multiples of 256");
+  REFUSED(blocks_all(&bad), "ranges[0] ends at 100, 8-bit states want a multiple of 256");
+  ACCEPTED((blocks_all(&bad), bad.ranges[0].end_element = 256, bad.ranges[1].end_element = UINT64_MAX,
+            u.element_count = 512));
   REFUSED(modes[0] = GEMINI_READ, "param_index: modes[0] is 1, want WRITE");
   REFUSED(modes[1] = GEMINI_WRITE, "grad_index: modes[1] is 2, want READ");
   REFUSED(modes[2] = GEMINI_READ, "master_index: modes[2] is 1, want READ_WRITE");

@@ -17,7 +17,7 @@ static struct {
   const char *failing, *lacking;
   cu_stream_t launched_on[CALLS];
 } fake;
-static char contexts[3][8], kernels[3][8], module[8]; /* what handles point to; context 0 is the primary one */
+static char contexts[3][8], kernels[5][8], module[8]; /* what handles point to; context 0 is the primary one */
 static cu_context_t context_at(int i) { return (cu_context_t)(void *)contexts[i]; }
 
 static cu_result_t note(const char *function) {
@@ -64,7 +64,11 @@ static cu_result_t fake_module_function(cu_function_t *function_out, cu_module_t
   CHECK(from == (cu_module_t)(void *)module);
   snprintf(entry, sizeof entry, ".entry %s(", name);
   CHECK(strstr(gmi_update_ptx, entry));
-  *function_out = (cu_function_t)(void *)kernels[!strcmp(name, "gmi_adamw") ? 0 : !strcmp(name, "gmi_sgd") ? 1 : 2];
+  *function_out = (cu_function_t)(void *)kernels[!strcmp(name, "gmi_adamw")    ? 0
+                                                 : !strcmp(name, "gmi_sgd")    ? 1
+                                                 : !strcmp(name, "gmi_narrow") ? 3
+                                                 : !strcmp(name, "gmi_blocks") ? 4
+                                                                               : 2];
   return note("cuModuleGetFunction");
 }
 static cu_result_t fake_module_unload(cu_module_t which) {
@@ -80,6 +84,8 @@ static cu_result_t fake_launch(cu_function_t function, unsigned grid_x, unsigned
   fake.launched_on[fake.call_count] = stream;
   if (function != (cu_function_t)(void *)kernels[2]) {
     const bool sgd = function == (cu_function_t)(void *)kernels[1];
+    const bool narrow = function == (cu_function_t)(void *)kernels[3],
+               blocks = function == (cu_function_t)(void *)kernels[4];
     const gmi_arrays_t *a = parameters[1];
     uint64_t count = *(uint64_t *)parameters[2];
     double *sums = *(double **)parameters[3];
@@ -87,11 +93,14 @@ static cu_result_t fake_launch(cu_function_t function, unsigned grid_x, unsigned
     for (uint64_t tile = 0; tile < grid_x; tile++) {
       double lanes[16] = { 0 }, sum = 0;
       uint64_t here = count - tile * 1024 < 1024 ? count - tile * 1024 : 1024;
-      (sgd ? gmi_sgd_plain : gmi_adamw_plain)(parameters[0], a, tile * 1024, here, lanes);
+      (sgd      ? gmi_sgd_plain
+       : narrow ? gmi_narrow_plain
+       : blocks ? gmi_blocks_plain
+                : gmi_adamw_plain)(parameters[0], a, tile * 1024, here, lanes);
       for (int i = 0; i < 16; i++) sum += lanes[i];
       if (sums) sums[1 + tile] = sum;
     }
-    return note(sgd ? "gmi_sgd" : "gmi_adamw");
+    return note(sgd ? "gmi_sgd" : narrow ? "gmi_narrow" : blocks ? "gmi_blocks" : "gmi_adamw");
   }
   uint64_t tiles = *(uint64_t *)parameters[0];
   double *sums = *(double **)parameters[1];

@@ -390,7 +390,8 @@ class TopologyObject(_Sized):
 
 
 # ---- gemini_update.h
-ADAMW_L2 = 1
+ADAMW_L2, ADAMW_SPLIT = 1, 2
+DTYPE_BLOCK8 = 16  # of states in Adamw alone
 SGD_NESTEROV = 1
 INDEX_NONE = 2**32 - 1
 UPDATE_SKIP = 2**64 - 1
@@ -403,7 +404,10 @@ class Adamw(_Sized):
         ("param_dtype", c_uint32),
         ("grad_dtype", c_uint32),
         ("step", c_uint64),
-    ] + [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
+    ]
+    _fields_ += [(name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")]
+    _fields_ += [("momentum_dtype", c_uint32), ("variance_dtype", c_uint32)]
+    _fields_ += [("seed", c_uint64), ("first_element", c_uint64)]
 
 
 class Sgd(_Sized):

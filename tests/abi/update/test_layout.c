@@ -20,7 +20,7 @@
 
 /* --- entries --- */
 
-SIZE(gemini_adamw_t, 72);
+SIZE(gemini_adamw_t, 96);
 OFFSET(gemini_adamw_t, struct_size, 0);
 OFFSET(gemini_adamw_t, flags, 4);
 OFFSET(gemini_adamw_t, param_dtype, 8);
@@ -32,6 +32,10 @@ OFFSET(gemini_adamw_t, beta2, 40);
 OFFSET(gemini_adamw_t, eps, 48);
 OFFSET(gemini_adamw_t, weight_decay, 56);
 OFFSET(gemini_adamw_t, grad_scale, 64);
+OFFSET(gemini_adamw_t, momentum_dtype, 72);
+OFFSET(gemini_adamw_t, variance_dtype, 76);
+OFFSET(gemini_adamw_t, seed, 80);
+OFFSET(gemini_adamw_t, first_element, 88);
 
 SIZE(gemini_sgd_t, 64);
 OFFSET(gemini_sgd_t, struct_size, 0);
@@ -84,4 +88,5 @@ OFFSET(gemini_update_walk_t, native_code, 104);
 OFFSET(gemini_update_walk_t, message, 112);
 
 VALUE(GEMINI_ADAMW_L2, 1);
+VALUE(GEMINI_ADAMW_SPLIT, 2);
 VALUE(GEMINI_SGD_NESTEROV, 1);

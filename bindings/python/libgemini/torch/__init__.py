@@ -36,6 +36,7 @@ from . import (
     checkpoint as _checkpoint,
     ddp as _ddp,
     model as _model,
+    narrow as _narrow,
     patches as _patches,
     ranks as _ranks,
     report as _report,
@@ -275,6 +276,8 @@ def prepare(
     *,
     step_in_backward: bool = False,
     offload_activations: bool = False,
+    states: str = "fp32",
+    masters: str = "fp32",
 ) -> _Module: ...
 
 
@@ -285,6 +288,8 @@ def prepare(
     *,
     step_in_backward: bool = False,
     offload_activations: bool = False,
+    states: str = "fp32",
+    masters: str = "fp32",
 ) -> tuple[_Module, Optimizer]: ...
 
 
@@ -294,6 +299,8 @@ def prepare(
     *,
     step_in_backward: bool = False,
     offload_activations: bool = False,
+    states: str = "fp32",
+    masters: str = "fp32",
 ) -> _Module | tuple[_Module, Optimizer]:
     """Moves a model's parameters into the session, and makes an optimizer that updates them where they are.
 
@@ -309,6 +316,13 @@ def prepare(
             of their own, unless there are several processes. For torch.optim.AdamW and Adam, without accumulation,
             clipping or loss scaling: reading a gradient is an error.
         offload_activations: Every forward pass of the model runs as if within offload_activations().
+        states: How AdamW and Adam keep momentum and variance: "fp32"; "bf16", which takes half the memory and rounds
+            each new value stochastically; or "8bit", which takes a fourth: codes in blocks of 256 elements with a
+            scale each. Losses differ slightly from those of fp32.
+        masters: How AdamW and Adam keep the fp32 copies of bfloat16 parameters: "fp32", whole; or "split16", the 16
+            bits that the parameter lacks. Nothing is lost, and each parameter takes 2 bytes less, unless
+            step_in_backward has its gradient in the parameter's bytes, which it then cannot. Parameters that lie
+            exactly between two values of bfloat16 are rounded away from zero.
 
     Returns:
         The same model; with an optimizer, a pair of the model and the optimizer that makes the steps from now on.
@@ -316,8 +330,12 @@ def prepare(
     Raises:
         GeminiError: There is no session; or the model or the optimizer is refused, which the message explains.
         TypeError: The optimizer is not a torch.optim.Optimizer.
+        ValueError: states or masters is none of the values above; or is given without an optimizer.
     """
     owner = session()
+    _narrow.check(states, masters)
+    if optimizer is None and (states, masters) != ("fp32", "fp32"):
+        raise ValueError("states and masters are of an optimizer's: give the optimizer, too")
     inside = set(model.modules())
     if any(one.weights_only and one.module in inside for one in owner.models):
         raise GeminiError(
@@ -328,7 +346,7 @@ def prepare(
     prepared_model = _take(owner, model, False)
     if offload_activations:
         prepared_model.saving = _offload
-    prepared = Optimizer(owner, optimizer, step_in_backward) if optimizer is not None else None
+    prepared = Optimizer(owner, optimizer, step_in_backward, states, masters) if optimizer is not None else None
     room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
     needs: list[tuple[_typing.Any, str, str]] = [(lambda record: [record.place.dtype.itemsize], "", "will fail")]
     if prepared is not None and hasattr(prepared.rule, "at_once"):

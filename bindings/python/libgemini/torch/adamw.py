@@ -12,7 +12,7 @@ import torch
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, narrow
 from .arenas import ALIGNMENT, DTYPES
 from .parts import Parts
 from .rules import groups_of, master_place, own_step
@@ -35,16 +35,18 @@ def is_whole(ranges, start):
 class AdamwRule:
     """Runs AdamW and Adam by libgemini_update. Each chunk is updated where it is, beside the next forward pass.
 
-    States are fp32. Parameters of 16 bits have fp32 copies.
+    States are fp32. Parameters of 16 bits have fp32 copies. Both can be narrower: see narrow.py.
     """
 
     STATES = ("master", "momentum", "variance")
     NAMES = {"master": "master", "exp_avg": "momentum", "exp_avg_sq": "variance"}  # kinds by torch's names of states
     by_parameter = True
 
-    def __init__(self, session, decoupled):
+    def __init__(self, session, decoupled, states="fp32", masters="fp32"):
         self.session = session
         self.decoupled = decoupled
+        self.state_dtype = narrow.STATES[states]  # of momentum and variance
+        self.splits = masters == "split16"
         self.kernels = abi.update_library()
         # By arena of parameters: their records, in the order of their places.
         self.arenas = {}
@@ -60,20 +62,50 @@ class AdamwRule:
         for record in records:
             if not record.trainable or record.rule:
                 continue
+            record.split = self.splits_master(record)
             record.rule = self
             for kind in ("momentum", "variance"):
-                record.states[kind] = self.session.arenas.counterpart(record.place, kind, torch.float32)
-            if record.place.dtype != torch.float32:
+                record.states[kind] = narrow.state_place(record, kind, self.state_dtype)
+            if record.split:
+                self.split_master(record)
+            elif record.place.dtype != torch.float32:
                 master_place(self.session, record)
             self.arenas.setdefault(record.place.arena, []).append(record)
         for records in self.arenas.values():
             records.sort(key=lambda record: record.place.offset)
+
+    def splits_master(self, record):
+        """Whether a parameter gets a split master. Raises GeminiError if it should, and cannot."""
+        if self.splits and record.place.dtype == torch.float16:
+            raise GeminiError(
+                f"parameter {record.name} is of float16, which is no half of an fp32 number: masters='split16' wants "
+                "bfloat16"
+            )
+        return self.splits and record.place.dtype == torch.bfloat16
+
+    def split_master(self, record):
+        """Makes the lower half of a parameter's master, from the fp32 copy that an earlier optimizer may have made."""
+        values = None
+        if "master" in record.states:
+            if record.place.written:
+                record.renew_master()
+            values = record.states["master"].read()
+            record.states.pop("master").zero()
+        record.states["master"] = self.session.arenas.counterpart(record.place, "master", narrow.HALF)
+        if values is not None:
+            narrow.seen(record, "master").write(values)
 
     def let_go(self, record):
         if self.speculation:
             self.speculation.forget()
         self.arenas[record.place.arena].remove(record)
         record.step = None
+        if record.split:
+            values = narrow.seen(record, "master").read()
+            record.states.pop("master").zero()
+            record.split = False
+            record.states["master"] = self.session.arenas.counterpart(record.place, "master", torch.float32)
+            record.states["master"].write(values)
         for kind in ("momentum", "variance"):
             record.states.pop(kind).zero()
         record.rule = None
@@ -83,8 +115,9 @@ class AdamwRule:
         beta1, beta2 = map(float, group["betas"])
         dtype = DTYPES[record.place.dtype]
         step = 1 if record.step is None else 1 + int(record.step)
+        flags = 0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2
         return (
-            0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2,
+            flags | (abi.ADAMW_SPLIT if record.split else 0),
             dtype,
             dtype,
             step,
@@ -94,6 +127,8 @@ class AdamwRule:
             float(group["eps"]),
             float(group["weight_decay"]),
             record.scale if factor is None else factor,
+            narrow.LIBRARY[self.state_dtype],
+            narrow.LIBRARY[self.state_dtype],
         )
 
     def step(self, groups):
@@ -130,6 +165,10 @@ class AdamwRule:
     def end_of(self, record):
         """The end of an update that ends with a parameter, in elements: that of the padding behind it."""
         return padded(first_of(record) + record.place.elements)
+
+    def last_of(self, record):
+        """The element behind a parameter; behind its last block, where states are in blocks."""
+        return self.end_of(record) if self.state_dtype == torch.uint8 else first_of(record) + record.place.elements
 
     def step_of_ranks(self, group_of):
         """One update of each arena, of all its elements: those of a rank's slices."""
@@ -226,7 +265,7 @@ class AdamwRule:
         if ranks:
             start, end = 0, ranks.elements(arena, ready[0].place.dtype.itemsize)
         else:
-            start, end = first_of(ready[0]), first_of(ready[-1]) + ready[-1].place.elements
+            start, end = first_of(ready[0]), self.last_of(ready[-1])
         rules, ranges = self.ranges_of(ready, group_of, start, end)
         if flags & abi.UPDATE_COMMIT:  # which takes whole units over, the last one with its padding
             end = self.end_of(ready[-1])
@@ -266,7 +305,7 @@ class AdamwRule:
                 ranges.append((first, abi.UPDATE_SKIP))
             elif first > at:  # padding between parameters, which stays zero
                 ranges[-1] = first, ranges[-1][1]
-            at = min(first_of(record) + record.place.elements, end)
+            at = min(self.last_of(record), end)
             if ranges and ranges[-1][1] == rule:
                 ranges[-1] = at, rule
             else:
@@ -277,7 +316,7 @@ class AdamwRule:
 
     def run(self, arena, record, start, count, rules, ranges, whole, flags):
         session = self.session
-        param = abi.WRITE if whole else abi.READ_WRITE
+        param = abi.WRITE if whole and not record.split else abi.READ_WRITE
         parts = [(arena, param), (record.grad_place.arena, abi.READ)]
         parts += [(record.states[kind].arena, abi.READ_WRITE) for kind in self.STATES if kind in record.states]
         walk = abi.UpdateWalk(rule_count=len(rules), range_count=len(ranges), mgr=session.handle)
@@ -323,7 +362,7 @@ class AdamwRule:
         self.unsure = 0
 
     def states(self, record):
-        out = {name: record.states[kind] for name, kind in self.NAMES.items() if kind in record.states}
+        out = {name: narrow.seen(record, kind) for name, kind in self.NAMES.items() if kind in record.states}
         if record.step is None:
             return {name: place for name, place in out.items() if name == "master"}
         return {"step": record.step, **out}
@@ -355,7 +394,7 @@ class AdamwRule:
         record.step = count_of(layout["step"]) if "step" in layout else None
         for place in record.states.values():
             place.zero()
-        return {name: record.states[kind] for name, kind in self.NAMES.items() if name in layout}
+        return {name: narrow.seen(record, kind) for name, kind in self.NAMES.items() if name in layout}
 
     # ---- as the user sees it
     def overrides(self, name):
@@ -392,17 +431,20 @@ class AdamwRule:
         for kind in ("momentum", "variance"):
             record.states[kind].zero()
         for name in set(values) - {"step"}:
-            record.states[self.NAMES[name]].write(values[name])
+            narrow.seen(record, self.NAMES[name]).write(values[name])
 
 
-_RULE = ("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")
+_RULE = (
+    *("flags", "param_dtype", "grad_dtype", "step", "lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"),
+    *("momentum_dtype", "variance_dtype"),
+)
 
 
-def fused_rule(session, inner):
+def fused_rule(session, inner, states="fp32", masters="fp32"):
     """The rule that uses the C library's update for an optimizer, or None if there is none."""
     if type(inner) not in (torch.optim.AdamW, torch.optim.Adam) or not own_step(inner)[1]:
         return None
     for group in inner.param_groups:
         if any(group.get(option) for option in ("amsgrad", "maximize", "capturable", "differentiable")):
             return None
-    return AdamwRule(session, type(inner) is torch.optim.AdamW)
+    return AdamwRule(session, type(inner) is torch.optim.AdamW, states, masters)

@@ -34,6 +34,7 @@ from . import internals, tensorfile
 from .arenas import DTYPES, Place
 from .division import Mesh, divided
 from .model import Record
+from .narrow import Narrow
 from .optim import Optimizer
 from .progress import Progress
 from .states import copies
@@ -271,7 +272,7 @@ def _training_state(session, optimizer, model, mesh):
     arena: dict[typing.Any, typing.Any] = {}
     for name, record in zip(names, optimizer.records):
         for state, value in optimizer.rule.states(record).items():
-            if isinstance(value, Place):
+            if isinstance(value, (Place, Narrow)):
                 arena.setdefault(name, []).append(state)
                 tensors.append((f"{name}.{state}", value))
             else:

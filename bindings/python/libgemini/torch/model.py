@@ -83,6 +83,7 @@ class Record:
         self.hook: typing.Any = None
         self.early = False  # whether the backward pass updates it, as soon as its gradient is complete
         self.spent = False  # whether that update has used the gradient of this step
+        self.split = False  # whether states["master"] has lower halves alone; see narrow.py
         # How many updates the C library's AdamW has made, as a tensor; None without states.
         self.step: torch.Tensor | None = None
         self.refer(param)
@@ -106,9 +107,10 @@ class Record:
     @property
     def reuses_bytes(self):
         """Whether its gradient has the bytes of the parameter: an early update leaves no gradient behind, and makes the
-        parameter anew. On several ranks it may skip the parameter, if no rank has made a gradient.
+        parameter anew. On several ranks it may skip the parameter, if no rank has made a gradient; and an update with
+        split masters reads the parameter.
         """
-        return self.early and self.place.dtype != torch.float32 and not self.session.ranks
+        return self.early and self.place.dtype != torch.float32 and not self.session.ranks and not self.split
 
     @property
     def trainable(self):
@@ -215,6 +217,9 @@ class Record:
         written, self.place.written = self.place.written, False
         if "master" in self.states and self.session.ranks:
             self.session.ranks.renew_master(self.place, self.states["master"], written == UNSURE)
+        elif "master" in self.states and self.states["master"].dtype != torch.float32:  # split: see narrow.py
+            if written != UNSURE:  # what is left rounds to the parameter, whatever that is
+                self.states["master"].zero()
         elif "master" in self.states:
             values, master = self.place.read(), self.states["master"]
             kept = master.read().to(values.dtype) if written == UNSURE else None

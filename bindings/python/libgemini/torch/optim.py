@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, narrow
 from .adamw import AdamwRule, fused_rule
 from .arenas import Place
 from .brackets import level_of_caller
@@ -42,18 +42,29 @@ class Optimizer(torch.optim.Optimizer):
     # Tells torch.amp.GradScaler to leave gradients as they are: step() divides them, in fp32.
     _step_supports_amp_scaling = True
 
-    def __init__(self, session: Session, inner: torch.optim.Optimizer, step_in_backward: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        inner: torch.optim.Optimizer,
+        step_in_backward: bool = False,
+        states: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
         """
         Args:
             session: The session whose parameters it updates.
             inner: The optimizer that it is made from.
             step_in_backward: As of prepare().
+            states: As of prepare().
+            masters: As of prepare().
 
         Raises:
             GeminiError: The optimizer was prepared before, has made steps, has a parameter that is not in the session,
                 or is of a class that is not supported.
             TypeError: inner is not a torch.optim.Optimizer.
+            ValueError: states or masters is none of the values of prepare().
         """
+        narrow.check(states, masters)
         if isinstance(inner, Optimizer):
             raise GeminiError("this optimizer was prepared before")
         if not isinstance(inner, torch.optim.Optimizer):
@@ -67,7 +78,9 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         localize_groups(inner)
         self.records = self.find(inner.param_groups)
-        rule: typing.Any = fused_rule(session, inner)
+        rule: typing.Any = fused_rule(session, inner, states, masters)
+        if (states, masters) != ("fp32", "fp32"):
+            self.check_narrow(rule, inner, states, masters)
         if rule is None and not session.ranks:
             refuse_rule(inner, self.records)
         if rule is None:
@@ -111,6 +124,7 @@ class Optimizer(torch.optim.Optimizer):
                 wanted = record.param.requires_grad
             if wanted:
                 record.early = step_in_backward
+                record.split = masters == "split16" and rule.splits_master(record)
                 record.attach()
         self.rule.prepare(self.records)
         for record in self.records:
@@ -121,6 +135,21 @@ class Optimizer(torch.optim.Optimizer):
             self.rule.step_in_backward(self.param_groups)
             if not session.ranks:
                 session.rule_of.update((record, self.rule) for record in self.records if record.early)
+
+    def check_narrow(self, rule, inner, states, masters):
+        """Raises GeminiError if the optimizer cannot have narrow states."""
+        options = f"states={states!r} and masters={masters!r}"
+        if rule is None:
+            raise GeminiError(
+                f"{options} are for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer is a "
+                f"{type(inner).__name__}, which keeps its states as it makes them"
+            )
+        if self.session.ranks:
+            raise GeminiError(f"{options} are for one process: several have fp32 states and masters")
+        for record in self.records:
+            if record.division is not None:
+                raise GeminiError(f"{options} are for whole parameters: parameter {record.name} is a DTensor")
+            rule.splits_master(record)
 
     def find(self, groups):
         """The records of the parameters in groups."""
@@ -325,7 +354,7 @@ class Optimizer(torch.optim.Optimizer):
             groups.append({**group, "params": list(range(first, first + len(group["params"])))})
         for number, record in enumerate(self.records):
             values = {
-                name: value.read() if isinstance(value, Place) else copies(value)
+                name: value.read() if isinstance(value, (Place, narrow.Narrow)) else copies(value)
                 for name, value in self.rule.states(record).items()
             }
             if record.division is not None:

@@ -32,7 +32,8 @@ def is_power_of_two(factor: float) -> bool:
 
 
 class Units:
-    """The units of an arena: what belongs to one chunk of the parameters, as the library divides an update.
+    """The units of an arena: what belongs to one chunk of the smallest elements, those of the parameters or of a state,
+    as the library divides an update.
 
     Attributes:
         records: The records that the last step has updated, in the order of their places.
@@ -206,7 +207,8 @@ class Speculation:
             by_arena.setdefault(record.place.arena, []).append(record)
         for arena, ones in by_arena.items():
             if arena not in self.units or self.units[arena].records != ones:
-                elements = self.session.manager.config.chunk_bytes // ones[0].place.dtype.itemsize
+                places = ones[0].place, *ones[0].states.values()
+                elements = self.session.manager.config.chunk_bytes // min(place.dtype.itemsize for place in places)
                 self.units[arena] = Units(ones, elements, self.rule.end_of(ones[-1]))
         for arena in [arena for arena in self.units if arena not in by_arena]:
             del self.units[arena]

@@ -8,6 +8,7 @@ import collections.abc
 import torch
 
 from ..abi import GeminiError
+from .narrow import seen
 from .tensors import managed_view
 
 
@@ -127,6 +128,8 @@ class AdamwState(collections.abc.MutableMapping):
         place = self.record.states[self.rule.NAMES[name]]
         if not place.address:
             refuse_divided(self.record, name)
+        if place.dtype == torch.uint8:  # in blocks: nothing that torch could compute with
+            return seen(self.record, self.rule.NAMES[name]).read()
         return managed_view(place)
 
     def __setitem__(self, name, value):
@@ -144,7 +147,10 @@ class AdamwState(collections.abc.MutableMapping):
                     f"parameter {self.record.name}: {name} is set to a tensor of {tuple(value.shape)}: want "
                     f"{tuple(own.shape)}"
                 )
-            own.copy_(value)
+            if self.record.states[self.rule.NAMES[name]].dtype == torch.uint8:
+                seen(self.record, self.rule.NAMES[name]).write(value)
+            else:
+                own.copy_(value)
 
     def __delitem__(self, name):
         raise GeminiError(

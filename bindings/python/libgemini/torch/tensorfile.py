@@ -20,6 +20,7 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from .arenas import Place
+from .narrow import Narrow
 from .ranks import SlicedPlace
 from .tensors import ManagedTensor, managed_view
 
@@ -87,7 +88,7 @@ def summing():
 
 # ---- writing
 def split(tensors, most_bytes):
-    """Splits (name, Place or tensor) into lists of at most most_bytes each. A larger tensor gets a list of its own."""
+    """Splits (name, Place, Narrow or tensor) into lists of at most most_bytes each. A larger one gets its own list."""
     shards: list[list[tuple[str, typing.Any]]] = [[]]
     size = 0
     for name, value in tensors:
@@ -108,7 +109,7 @@ def write(path, tensors, progress, ranks=None):
 
     Args:
         path: The file.
-        tensors: (name, Place or tensor).
+        tensors: (name, Place, Narrow or tensor).
         progress: Counts the bytes.
         ranks: See ranks.py; None: there is one process.
 
@@ -167,6 +168,11 @@ def _store(fd, value, offset, size, first):
         values = value.read().contiguous()
         if first:
             _write(fd, _bytes_of(values), offset)
+    elif isinstance(value, Narrow) and value.contiguous:
+        for at, piece in value.pieces():
+            _write(fd, _bytes_of(piece), offset + at * value.dtype.itemsize)
+    elif isinstance(value, Narrow):
+        _write(fd, _bytes_of(value.read().contiguous()), offset)
     elif isinstance(value, Place) and value.contiguous:
         session = value.session
         try:
@@ -226,7 +232,7 @@ def read_header(path):
 
 
 def read(entry, fd, target, borrows=False):
-    """Fills a Place or a tensor from an open file.
+    """Fills a Place, a Narrow or a tensor from an open file.
 
     Bytes of the dtype of a contiguous place go where the place is, chunk by chunk. Other dtypes are converted in
     pieces. A place with other strides, or a tensor, is filled from a copy.
@@ -249,8 +255,17 @@ def read(entry, fd, target, borrows=False):
                 for first, piece in target.device_pieces(abi.WRITE, PIECE_BYTES):
                     _convert(entry, fd, first, piece)
             return
+        if isinstance(target, Narrow) and target.contiguous:
+            for first in range(0, target.elements, PIECE_BYTES // 4):
+                piece = torch.empty(min(PIECE_BYTES // 4, target.elements - first), dtype=torch.float32)
+                _convert(entry, fd, first, piece)
+                target.put(first, piece)
+            return
         values = torch.empty(entry.shape, dtype=entry.dtype)
         _read(fd, _bytes_of(values), entry.offset)
+        if isinstance(target, Narrow):
+            target.write(values)
+            return
         if not isinstance(target, Place):
             target.copy_(values.view(target.shape))
             return

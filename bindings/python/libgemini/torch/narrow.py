@@ -1,0 +1,251 @@
+"""States of AdamW in fewer bytes than fp32: momentum and variance in bf16 or in blocks of 8-bit codes; split masters.
+
+A split master is the fp32 copy of a bf16 parameter without what the parameter says already: the parameter is its upper
+half, rounded to nearest, ties away from zero, and the arena of masters has its lower 16 bits. docs/update.md has both.
+
+Everything outside of the session sees fp32: files, state dicts, and the states of another optimizer that follows.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import typing
+
+import torch
+
+from .. import abi
+from ..abi import GeminiError
+from .arenas import ALIGNMENT, DTYPES, Place
+
+if typing.TYPE_CHECKING:
+    from .model import Record
+
+# The dtype of momentum and variance in arenas, by prepare()'s option, and what the C library calls it.
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+LIBRARY = {**DTYPES, torch.uint8: abi.DTYPE_BLOCK8}
+BLOCK, SCALE_BITS = 256, 16  # elements of a block, and those of them that have a bit of its scale
+assert BLOCK == ALIGNMENT  # a parameter begins with a block
+MASTERS = ("fp32", "split16")
+HALF = torch.int16  # the dtype of the lower halves of split masters
+PIECE_ELEMENTS = 1 << 20  # converted at once
+
+
+def check(states: str, masters: str) -> None:
+    """Raises ValueError if prepare() has no such option."""
+    for name, value, known in (("states", states, tuple(STATES)), ("masters", masters, MASTERS)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: want {' or '.join(map(repr, known))}")
+
+
+def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """fp32 masters of bf16 parameters and int16 lower halves: a half with a sign is added to the upper one."""
+    return ((upper.view(HALF).to(torch.int32) << 16) + lower.to(torch.int32)).view(torch.float32)
+
+
+def halves(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 parameters and the int16 lower halves of fp32 masters."""
+    bits, nan = masters.view(torch.int32), masters.isnan()
+    upper = ((bits + 0x8000) >> 16).masked_fill(nan, 0x7FC0).to(HALF).view(torch.bfloat16)
+    return upper, bits.masked_fill(nan, 0).to(HALF)
+
+
+# ---- 8-bit codes, as bindings/update/kernel.h reads and writes them; update.h says what they are
+def _f32(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+_EDGES = {
+    6: _f32(1.028125e-01, 1.05625e-02, 1.1125e-03, 1.225e-04, 1.45e-05, 1.9e-06),
+    7: _f32(1.0140625e-01, 1.028125e-02, 1.05625e-03, 1.1125e-04, 1.225e-05, 1.45e-06),
+}
+_ZEROS, _ONES = {6: 2.75e-07, 7: 1.625e-07}, {6: 9.964844e-01, 7: 9.982422e-01}
+
+
+def _codes(top: int, coarse: bool) -> torch.Tensor:
+    """What each of the 256 codes stands for, in fp32. top: 6 for the momentum, 7 for the variance."""
+    code = torch.arange(256, dtype=torch.int32, device="cpu")
+    magnitude = code & (0x7F if top == 6 else 0xFF) & (0xFE if coarse else 0xFF)
+    number = magnitude.to(torch.float32).clamp(min=1)
+    exponent = torch.frexp(number).exponent - 1
+    count = _power_of_two(exponent)
+    middle = (1 if coarse else 0.5) / count
+    power = _f32(1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1)[exponent + 7 - top]
+    value = (_f32(0.9) * (number / count - 1 + middle) + _f32(0.1)) * power
+    value[magnitude == 0] = 0
+    if not coarse:
+        value[0x80 if top == 6 else 1] = 1
+    if top == 6:
+        value[0x81:] *= -1
+    return value
+
+
+_FINE, _COARSE = ({top: _codes(top, coarse) for top in (6, 7)} for coarse in (False, True))
+_LOWEST = (1 << torch.arange(SCALE_BITS, dtype=torch.int32, device="cpu")).to(torch.int32)
+
+
+def decoded(codes: torch.Tensor, top: int) -> torch.Tensor:
+    """The fp32 values of blocks of codes, of shape (blocks, BLOCK)."""
+    index = codes.to(torch.int64)
+    bits = ((codes[:, :SCALE_BITS] & 1).to(torch.int32) * _LOWEST).sum(1, dtype=torch.int32)
+    scale = (bits << 16).view(torch.float32)[:, None]
+    return torch.cat((_COARSE[top][index[:, :SCALE_BITS]], _FINE[top][index[:, SCALE_BITS:]]), 1) * scale
+
+
+def _with_scale(values: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Tensor:
+    x = values.abs() / scale[:, None]
+    x = torch.where(x.isfinite(), x, 0)  # blocks of zeros, and of no numbers
+    decade = (x[:, :, None] < _EDGES[top]).sum(2)
+    count = _power_of_two(top - decade)
+    power = _f32(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)[decade]
+    place = (x * power - _f32(0.1)) * _f32(1.1111112) * count
+    codes = (count + torch.where(place < count, place.trunc(), count - 1)).to(torch.int32)
+    codes[:, :SCALE_BITS] &= 0xFE
+    codes[x < _f32(_ZEROS[top])] = 0
+    negative = values.signbit()
+    if top == 6:
+        codes |= torch.where(negative & (codes > 0), 0x80, 0)
+    ones = x >= _f32(_ONES[top])
+    ones[:, :SCALE_BITS] = False
+    codes[ones & ~negative if top == 6 else ones] = 0x80 if top == 6 else 1
+    codes[:, :SCALE_BITS] |= scale.view(torch.int32)[:, None] >> 16 & _LOWEST > 0
+    return codes.to(torch.uint8)
+
+
+def encoded(values: torch.Tensor, top: int) -> torch.Tensor:
+    """The codes of fp32 values, in blocks of shape (blocks, BLOCK).
+
+    Values that codes stand for become these codes again: of the scales that the largest magnitude of a block may come
+    from, one gives all its values back. Other values get the scale and the codes that a step gives them.
+    """
+    most = values.abs().amax(1)
+    bits = most.view(torch.int32)
+    bits = torch.where((bits > 0x7F7F0000) | most.isnan(), 0x7FC00000, (bits + 0xFFFF) & ~0xFFFF).to(torch.int32)
+    codes = _with_scale(values, bits.view(torch.float32), top)
+    highest = 2 << top
+    left = torch.ones(len(values), dtype=torch.bool, device="cpu")
+    for part in (1.0, *_FINE[top][[highest - 1, highest - 2]].tolist(), float(_COARSE[top][highest - 1])):
+        scale = (most / _f32(part)).to(torch.bfloat16).to(torch.float32)
+        tried = _with_scale(values, scale, top)
+        exact = left & (decoded(tried, top) == values).all(1)
+        codes[exact] = tried[exact]
+        left &= ~exact
+    return codes
+
+
+def state_place(record: Record, kind: str, dtype: torch.dtype) -> Place:
+    """Makes the place of a parameter's momentum or variance. In blocks it has the padding behind the parameter, too."""
+    place, arenas = record.place, record.session.arenas
+    if dtype != torch.uint8:
+        return arenas.counterpart(place, kind, dtype)
+    elements = -(-place.elements // BLOCK) * BLOCK
+    first = place.offset // place.dtype.itemsize
+    arena = arenas.arena(kind, dtype, place.arena)
+    out = Place(record.session, arena, first, (elements,), dtype, f"{place.name}.{kind}")
+    out.follows = place
+    return out
+
+
+def _take(place: Place, begin: int, count: int) -> torch.Tensor:
+    out = torch.empty(count, dtype=place.dtype, device="cpu")
+    place.read_to(out, begin)
+    return out
+
+
+def _put(place: Place, begin: int, values: torch.Tensor) -> None:
+    """Writes elements from begin on. A host without room has them written on the device."""
+    end = begin + values.numel()
+    for pieces in place.host_pieces, place.device_pieces:
+        try:
+            for first, piece in pieces(abi.WRITE, begin=begin, end=end):
+                piece.copy_(values[first - begin : first - begin + piece.numel()])
+            return
+        except GeminiError as error:
+            if error.status != "OOM_HOST" or pieces == place.device_pieces:
+                raise
+
+
+class Narrow:
+    """A state as the fp32 tensor that it stands for.
+
+    Attributes:
+        place: Where the state is, of bf16 or in blocks, or the lower halves of split masters.
+        param: The place of the parameter.
+        kind: "master", "momentum" or "variance".
+        dtype: float32.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, place: Place, param: Place, kind: str) -> None:
+        self.place = place
+        self.param = param
+        self.kind = kind
+        self.shape, self.elements = param.shape, param.elements
+        self.contiguous = param.contiguous
+
+    def pieces(self) -> typing.Iterator[tuple[int, torch.Tensor]]:
+        """Copies the values, in the order of the elements in memory.
+
+        Yields:
+            The first element of a piece, and a CPU tensor of one dimension.
+        """
+        for first in range(0, self.elements, PIECE_ELEMENTS):
+            count = min(PIECE_ELEMENTS, self.elements - first)
+            if self.place.dtype == torch.uint8:
+                codes = _take(self.place, first, -(-count // BLOCK) * BLOCK)
+                yield first, decoded(codes.view(-1, BLOCK), self.top).view(-1)[:count]
+            elif self.kind == "master":
+                yield first, joined(_take(self.param, first, count), _take(self.place, first, count))
+            else:
+                yield first, _take(self.place, first, count).float()
+
+    @property
+    def top(self) -> int:
+        """Of states in blocks, which codes they have."""
+        return 6 if self.kind == "momentum" else 7
+
+    def put(self, first: int, values: torch.Tensor) -> None:
+        """Writes fp32 values of one dimension, on the CPU. Masters bring their parameter.
+
+        Args:
+            first: The element that they begin with, a multiple of BLOCK.
+            values: As many as a multiple of BLOCK, or up to the last element.
+        """
+        if self.place.dtype == torch.uint8:
+            padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK))
+            _put(self.place, first, encoded(padded.view(-1, BLOCK), self.top).view(-1))
+        elif self.kind == "master":
+            upper, lower = halves(values)
+            _put(self.param, first, upper)
+            _put(self.place, first, lower)
+            self.param.written = False  # both halves agree
+        else:
+            _put(self.place, first, values.to(self.place.dtype))
+
+    def read(self) -> torch.Tensor:
+        """Copies the values to a CPU tensor with the strides of the place."""
+        out = torch.empty_strided(self.shape, self.param.stride, dtype=torch.float32, device="cpu")
+        flat = out.as_strided((self.elements,), (1,))
+        for first, piece in self.pieces():
+            flat[first : first + piece.numel()].copy_(piece)
+        return out
+
+    def write(self, values: torch.Tensor) -> None:
+        """Copies values of the same number of elements, of any dtype and device."""
+        flat = self.param.in_order(values.detach())
+        for first in range(0, self.elements, PIECE_ELEMENTS):
+            some = flat[first : first + PIECE_ELEMENTS]
+            self.put(first, torch.empty(some.numel(), dtype=torch.float32, device="cpu").copy_(some))
+
+
+def seen(record: Record, kind: str) -> Place | Narrow:
+    """A state of a parameter as everything outside of the session sees it."""
+    place = record.states[kind]
+    if place.dtype == torch.float32:
+        return place
+    return Narrow(place, record.place, kind)

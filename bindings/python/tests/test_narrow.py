@@ -1,0 +1,312 @@
+"""AdamW with narrow states: momentum and variance in bf16, and split masters. What is kept does not depend on where,
+when and in which pieces it is updated, and everything outside of the session sees fp32.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import bits
+import libgemini.torch as gm
+from libgemini.torch import narrow, speculate, tensorfile
+from libgemini.torch.optim import Optimizer
+
+WIDTH, LAYERS = 256, 3
+NARROW = [("bf16", "fp32"), ("fp32", "split16"), ("bf16", "split16"), ("8bit", "fp32"), ("8bit", "split16")]
+IDS = ["-".join(pair) for pair in NARROW]
+
+
+@pytest.fixture(autouse=True)
+def small_parameters_too(monkeypatch):
+    monkeypatch.setattr(speculate, "LEAST_ELEMENTS", 1)
+
+
+def net(dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(dtype)  # a bias shorter than a block's scale
+
+
+ELEMENTS = sum(param.numel() for param in net().parameters())
+
+
+class Loop:
+    """A training loop, step by step."""
+
+    def __init__(self, session, states="fp32", masters="fp32", dtype=torch.bfloat16, early=False, kind=None, **more):
+        self.session = session("1MiB", **more)
+        model, self.number = net(dtype), 0
+        optimizer = (kind or torch.optim.AdamW)(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = gm.prepare(
+            model, optimizer, step_in_backward=early, states=states, masters=masters
+        )
+        self.dtype = dtype
+
+    def steps(self, count, clip=None):
+        for _ in range(count):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.number)).to(self.dtype)
+            (self.model(x).float() ** 2).mean().backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.number += 1
+
+    def state(self):
+        """By parameter, exp_avg and so on, as copies."""
+        return self.optimizer.state_dict()["state"]
+
+    def params(self):
+        return [param.detach().clone() for param in self.model.parameters()]
+
+    def result(self):
+        return bits.described({"params": self.params(), "state": self.state()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("states", "masters"), NARROW, ids=IDS)
+def test_results_depend_on_nothing_but_the_steps(session, states, masters, dtype):
+    """Ahead of the step or not, in the backward pass, in other chunks, with everything on the device or next to none:
+    the same bits."""
+    results = []
+    for more, clip in (
+        ({"speculate": False}, None),
+        ({}, 1e9),
+        ({"early": True}, None),
+        ({"chunk_size": "128KiB", "device_memory": "16MiB", "placement": "cuda"}, None),
+    ):
+        device = more.pop("device_memory", "1MiB")
+        loop = Loop(lambda _, device=device, **rest: session(device, **rest), states, masters, dtype, **more)
+        loop.steps(5, clip)
+        results.append(loop.result())
+        if clip:  # it was computed ahead, in the units of the library: chunks of the smallest elements
+            assert gm.stats()["committed_elements"] > ELEMENTS
+            smallest = min(dtype.itemsize, 2 if "split16" in masters and dtype.itemsize == 2 else 4)
+            smallest = min(smallest, narrow.STATES[states].itemsize)
+            for units in loop.optimizer.rule.speculation.units.values():
+                assert units.elements * smallest == 64 << 10
+        gm.close()
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(("states", "masters"), NARROW, ids=IDS)
+def test_a_step_computes_what_fp32_does(session, states, masters):
+    """The first step has the same parameters, so its master is the same to the bit, and so are momentum and variance
+    before they are rounded: up as often as it should be."""
+    whole = Loop(session)
+    whole.steps(1)
+    want = whole.state()
+    gm.close()
+    loop = Loop(session, states, masters)
+    loop.steps(1)
+    found, ups, downs = loop.state(), 0, 0
+    for number, param in enumerate(loop.params()):
+        assert torch.equal(found[number]["master"], want[number]["master"])
+        if masters == "split16":
+            assert torch.equal(param, narrow.halves(want[number]["master"].reshape(-1))[0].view(param.shape))
+        for name in ("exp_avg", "exp_avg_sq"):
+            one, other = found[number][name], want[number][name]
+            assert one.dtype == torch.float32
+            if states == "fp32":
+                assert torch.equal(one, other)
+                continue
+            if states == "8bit":  # the codes that narrow.py computes, too; some of them by chance are exact
+                blocks = nn.functional.pad(other.reshape(-1), (0, -other.numel() % 256)).view(-1, 256)
+                top = 6 if name == "exp_avg" else 7
+                want_codes = narrow.decoded(narrow.encoded(blocks, top), top).reshape(-1)[: other.numel()]
+                assert torch.equal(one.reshape(-1), want_codes)
+                assert (one - other).abs().max() < 0.02 * other.abs().max()
+                continue
+            low = (other.view(torch.int32) & ~0xFFFF).view(torch.float32)
+            high = torch.where(low == other, low, (low.view(torch.int32) + 0x10000).view(torch.float32))
+            assert ((one == low) | (one == high)).all()
+            ups += int(((one == high) & (low != high)).sum())
+            downs += int(((one == low) & (low != high)).sum())
+    if states == "bf16":
+        assert 0.45 < ups / (ups + downs) < 0.55
+
+
+def test_halves_and_joined_are_inverse():
+    generator = torch.Generator().manual_seed(1)
+    masters = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator).to(torch.int32)
+    masters[:8] = torch.tensor([0, -(2**31), 0x7F7FFFFF, 0x7F800000, 0x3F808000, 0x3F818000, 0x3F817FFF, 1])
+    masters = masters.view(torch.float32)
+    upper, lower = narrow.halves(masters)
+    back = narrow.joined(upper, lower)
+    finite = ~masters.isnan()
+    assert (
+        torch.equal(back[finite].view(torch.int32), masters[finite].view(torch.int32)) and back[~finite].isnan().all()
+    )
+    assert upper[4] == 1.0078125 and upper[5] == 1.015625 and upper[6] == 1.0078125  # ties away from zero
+    ties = masters.view(torch.int16).view(-1, 2)[:, 0] == -0x8000
+    assert torch.equal(upper[finite & ~ties], masters[finite & ~ties].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("states", "masters"), NARROW, ids=IDS)
+@pytest.mark.parametrize("early", [False, True])
+def test_checkpoints_have_fp32_and_go_on_to_the_bit(session, tmp_path, states, masters, early):
+    loop = Loop(session, states, masters, early=early)
+    loop.steps(3)
+    gm.save(tmp_path / "saved", loop.model, loop.optimizer)
+    saved, kept = loop.state(), loop.params()
+    loop.steps(3)
+    want = loop.result()
+    gm.close()
+    entries = tensorfile.read_header(tmp_path / "saved" / "optimizer.safetensors")
+    assert {entry.dtype for entry in entries.values()} == {torch.float32} and len(entries) == 3 * (4 * LAYERS + 2)
+
+    loop = Loop(session, states, masters, early=early)
+    gm.load(tmp_path / "saved", loop.model, loop.optimizer)
+    assert bits.described(loop.state()) == bits.described(saved)
+    loop.number = 3
+    loop.steps(3)
+    assert loop.result() == want
+    gm.close()
+
+    loop = Loop(session, states, masters, early=early)  # by torch's dicts
+    with torch.no_grad():
+        for param, value in zip(loop.model.parameters(), kept):
+            param.copy_(value)
+    loop.steps(1)
+    with torch.no_grad():
+        for param, value in zip(loop.model.parameters(), kept):
+            param.copy_(value)
+    loop.optimizer.state_dict()
+    loop.model(torch.zeros(4, WIDTH, dtype=loop.dtype))  # takes over what was written
+    loop.optimizer.load_state_dict({**loop.optimizer.state_dict(), "state": saved})
+    loop.number = 3
+    loop.steps(3)
+    assert loop.result() == want
+
+
+def test_checkpoints_fit_other_options(session, tmp_path):
+    """fp32 masters and states become narrow ones, and the other way round; what fits is kept to the bit."""
+    loop = Loop(session, "bf16", "split16")
+    loop.steps(3)
+    saved = loop.state()
+    gm.save(tmp_path / "narrow", loop.model, loop.optimizer)
+    gm.close()
+    loop = Loop(session)
+    gm.load(tmp_path / "narrow", loop.model, loop.optimizer)
+    assert bits.described(loop.state()) == bits.described(saved)
+    loop.steps(1)
+    saved, params = loop.state(), loop.params()
+    gm.save(tmp_path / "wide", loop.model, loop.optimizer)
+    gm.close()
+    loop = Loop(session, "bf16", "split16")
+    gm.load(tmp_path / "wide", loop.model, loop.optimizer)
+    for number, (param, value) in enumerate(zip(loop.params(), params)):
+        state = loop.state()[number]
+        assert torch.equal(state["master"], saved[number]["master"])
+        tie = param != value  # fp32 masters round these to even
+        assert (param[tie].float().abs() > value[tie].float().abs()).all() and tie.sum() <= 4
+        assert torch.equal(state["exp_avg"], saved[number]["exp_avg"].bfloat16().float())
+    loop.steps(1)
+
+
+def test_a_parameter_that_is_written_is_its_master(session):
+    loop = Loop(session, masters="split16")
+    loop.steps(2)
+    assert any((state["master"] != param).any() for state, param in zip(loop.state().values(), loop.params()))
+    with torch.no_grad():
+        for param in loop.model.parameters():
+            param.mul_(0.3)
+    loop.model(torch.zeros(4, WIDTH, dtype=loop.dtype))
+    for state, param in zip(loop.state().values(), loop.params()):
+        assert torch.equal(state["master"], param.float())
+
+
+def test_states_can_be_read_and_written(session):
+    loop = Loop(session, "bf16", "split16")
+    loop.steps(1)
+    for param in loop.model.parameters():
+        state = loop.optimizer.state[param]
+        assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg_sq"].shape == param.shape
+        state["exp_avg"].zero_()
+        loop.optimizer.state[param] = {**state, "exp_avg_sq": torch.ones(param.shape)}
+    for state in loop.state().values():
+        assert not state["exp_avg"].any() and (state["exp_avg_sq"] == 1).all()
+    loop.steps(1)
+
+
+def test_states_in_blocks_are_read_and_written_as_fp32(session):
+    loop = Loop(session, "8bit")
+    loop.steps(1)
+    for param in loop.model.parameters():
+        state = loop.optimizer.state[param]
+        assert state["exp_avg"].dtype == torch.float32 and state["exp_avg_sq"].shape == param.shape
+        state["exp_avg"] = torch.zeros(param.shape)
+        loop.optimizer.state[param] = {**state, "exp_avg_sq": torch.full(param.shape, 0.25)}
+    for state in loop.state().values():
+        assert not state["exp_avg"].any() and ((state["exp_avg_sq"] - 0.25).abs() < 0.01).all()
+    loop.steps(1)
+
+
+def test_codes_are_read_back_as_they_were():
+    generator = torch.Generator().manual_seed(2)
+    for top in 6, 7:
+        codes = torch.randint(0, 256, (2000, 256), generator=generator, dtype=torch.uint8)
+        codes[:, :16] &= 0xFE
+        if top == 6:
+            codes[:, :16][codes[:, :16] == 0x80] = 0
+        codes[:, 100] = 127  # what a block with a scale that fits it has at least
+        scale = (torch.rand(2000, generator=generator) * 3 + 0.01).bfloat16()
+        scale[:3] = torch.tensor([0.0, 1e-30, 1e30]).bfloat16()
+        bits = scale.view(torch.int16).to(torch.int32) & 0xFFFF
+        codes[:, :16] |= ((bits[:, None] >> torch.arange(16)) & 1).to(torch.uint8)
+        if top == 7:
+            codes[:, 100] = 255
+        values = narrow.decoded(codes, top)
+        again = narrow.encoded(values, top)
+        assert torch.equal(narrow.decoded(again, top), values)
+        assert torch.equal(again[1:, 16:], codes[1:, 16:]) and torch.equal(again[1:, :16], codes[1:, :16])
+
+
+def test_another_optimizer_gets_the_masters_whole(session):
+    loop = Loop(session, "bf16", "split16")
+    loop.steps(2)
+    masters = [state["master"] for state in loop.state().values()]
+    for options in ({}, {"masters": "split16"}, {"states": "bf16"}):
+        _, loop.optimizer = gm.prepare(loop.model, torch.optim.AdamW(loop.model.parameters(), lr=1e-2), **options)
+        records = loop.optimizer.records
+        for record, master in zip(records, masters):
+            assert torch.equal(narrow.seen(record, "master").read(), master)
+    loop.steps(1)
+
+
+def test_bytes_are_those_that_are_promised(session):
+    sizes = {}
+    for states, masters in [("fp32", "fp32"), *NARROW]:
+        loop = Loop(session, states, masters)
+        loop.steps(1)
+        sizes[states, masters] = gm.stats()["model_bytes"]
+        gm.close()
+    padding = 0.02 * sizes["fp32", "fp32"]
+    for pair, wanted in zip(sizes, (16, 12, 14, 10, 10, 8)):  # parameter, gradient, master, momentum, variance
+        assert abs(sizes[pair] - wanted * ELEMENTS) < padding
+
+
+def test_what_cannot_be_narrow_is_refused_in_words(session, monkeypatch):
+    with pytest.raises(ValueError, match="states is 'bf17': want 'fp32' or 'bf16' or '8bit'"):
+        Loop(session, "bf17")
+    with pytest.raises(ValueError, match="masters is 16: want 'fp32' or 'split16'"):
+        gm.prepare(net(), masters=16)
+    with pytest.raises(ValueError, match="give the optimizer, too"):
+        gm.prepare(net(), states="bf16")
+    gm.close()
+    with pytest.raises(
+        gm.GeminiError, match="states='bf16' and masters='fp32' are for torch.optim.AdamW and Adam, .*SGD"
+    ):
+        Loop(session, "bf16", kind=torch.optim.SGD)
+    gm.close()
+    with pytest.raises(gm.GeminiError, match=r"parameter 0\.0\.weight is of float16.*masters='split16' wants bfloat16"):
+        Loop(session, masters="split16", dtype=torch.float16)
+    gm.close()
+    loop = Loop(session)
+    monkeypatch.setattr(gm.session(), "ranks", object())
+    with pytest.raises(gm.GeminiError, match="are for one process"):
+        Optimizer(gm.session(), torch.optim.AdamW(loop.model.parameters()), states="bf16")
+    monkeypatch.undo()
+    loop.steps(1)

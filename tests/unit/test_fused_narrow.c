@@ -1,0 +1,574 @@
+/* AdamW with narrow states: momentum and variance in bf16, and split masters. Every instruction set against plain C to
+ * the bit, and plain C against what the header and docs/update.md say. SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
+#include <stdbool.h>
+
+#include "check.h"
+#include "update/beside.h"
+#include "update/update.h"
+#include "update_driver.h"
+
+enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16, BLOCK8 = GEMINI_DTYPE_BLOCK8 };
+enum { SPLIT = GEMINI_ADAMW_SPLIT };
+enum { CAPACITY = 3000 };
+static const char *const names[] = { "plain", "avx2", "avx512" };
+
+typedef struct state {
+  uint32_t param[CAPACITY], grad[CAPACITY], master[CAPACITY], momentum[CAPACITY], variance[CAPACITY];
+  double sum;
+} state_t;
+static state_t start, expected, actual;
+
+static uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+static float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+static uint64_t width(uint32_t dtype) { return dtype == F32 ? 4 : dtype == BLOCK8 ? 1 : 2; }
+static void *element(void *base, uint64_t width_bytes, uint64_t i) { return (char *)base + i * width_bytes; }
+static uint64_t master_width(const gemini_adamw_t *c) { return c->flags & SPLIT ? 2 : 4; }
+static uint16_t half(const void *base, uint64_t i) {
+  uint16_t bits;
+  memcpy(&bits, (const char *)base + 2 * i, sizeof bits);
+  return bits;
+}
+static void set_half(void *base, uint64_t i, uint32_t bits) {
+  const uint16_t low = (uint16_t)bits;
+  memcpy((char *)base + 2 * i, &low, sizeof low);
+}
+static uint32_t state_bits(const uint32_t *base, uint32_t dtype, uint64_t i) {
+  return dtype == F32 ? base[i] : (uint32_t)half(base, i) << 16;
+}
+
+/* All ways that states can be narrow in: bit 0 the momentum, 1 the variance, 2 the master; 0 is the ordinary update. */
+enum { WAYS = 8 };
+static gemini_adamw_t config_of(uint32_t way, uint32_t param_dtype, uint32_t grad_dtype) {
+  gemini_adamw_t a = GEMINI_ADAMW_INIT;
+  a.flags = way & 4 ? SPLIT : 0;
+  a.param_dtype = way & 4 ? BF16 : param_dtype;
+  a.grad_dtype = grad_dtype;
+  a.momentum_dtype = way & 1 ? BF16 : F32;
+  a.variance_dtype = way & 2 ? BF16 : F32;
+  a.step = 7;
+  a.lr = 3e-3;
+  a.weight_decay = 0.1;
+  a.grad_scale = 0.73;
+  a.seed = 11;
+  return a;
+}
+
+/* Bits that are neither NaN nor infinite as fp32 or halves, unless `any`. Variances are not negative. */
+static void fill(state_t *s, uint64_t seed, bool any) {
+  uint64_t random = seed * 2 + 1;
+  uint32_t *const arrays[] = { s->param, s->grad, s->master, s->momentum, s->variance };
+  for (int array = 0; array < 5; array++) {
+    for (uint64_t i = 0; i < CAPACITY; i++) {
+      const uint64_t r = check_random(&random);
+      uint32_t bits = (uint32_t)(r >> 32);
+      if (!any || r % 8) bits = (bits & 0x80ff80ff) | 0x3c003c00 | (bits & 0x01000100);
+      arrays[array][i] = array == 4 ? bits & 0x7fff7fff : bits;
+    }
+  }
+  s->sum = -1;
+}
+static void update(state_t *s, const gemini_adamw_t *c, uint64_t first, uint64_t count) {
+  CHECK_EQ(gemini_adamw_host(c, count, element(s->param, width(c->param_dtype), first),
+                             element(s->grad, width(c->grad_dtype), first), element(s->master, master_width(c), first),
+                             element(s->momentum, width(c->momentum_dtype), first),
+                             element(s->variance, width(c->variance_dtype), first), &s->sum),
+           GEMINI_OK);
+}
+/* NaNs in fp32 may differ; narrow ones are 0x7fc0. */
+static void check_array(const uint32_t *a, const uint32_t *b, bool is_f32) {
+  for (uint64_t i = 0; i < CAPACITY; i++) {
+    const float x = float_of(a[i]), y = float_of(b[i]);
+    CHECK(a[i] == b[i] || (is_f32 && x != x && y != y));
+  }
+}
+static void check_same(const state_t *a, const state_t *b, const gemini_adamw_t *c) {
+  check_array(a->param, b->param, c->param_dtype == F32);
+  check_array(a->master, b->master, !(c->flags & SPLIT));
+  check_array(a->momentum, b->momentum, c->momentum_dtype == F32);
+  check_array(a->variance, b->variance, c->variance_dtype == F32);
+  CHECK(!memcmp(&a->sum, &b->sum, sizeof a->sum) || (a->sum != a->sum && b->sum != b->sum));
+}
+
+static void test_narrow_every_isa_equals_plain(void) {
+  static const uint32_t dtypes[] = { F32, BF16, F16 };
+  uint32_t tried = 0;
+  for (size_t isa = 1; isa < 3; isa++) {
+    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    tried++;
+    for (uint32_t i = 0; i < WAYS * 9; i++) {
+      gemini_adamw_t c = config_of(i % WAYS, dtypes[i / WAYS % 3], dtypes[i / WAYS / 3]);
+      for (uint64_t n = 0; n < 40; n++) {
+        const uint64_t first = n * 7 % 17, count = n == 38 ? 2047 : n == 39 ? 2900 : n;
+        c.first_element = n % 2 ? n : UINT64_C(0x4fffffffa); /* also where the number's lower half begins anew */
+        fill(&start, n + 200 * i, true);
+        expected = actual = start;
+        CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
+        update(&expected, &c, first, count);
+        CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+        update(&actual, &c, first, count);
+        check_same(&actual, &expected, &c);
+      }
+    }
+  }
+  CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
+  CHECK((tried == 0) == (strcmp(gemini_update_isa(), "plain") == 0));
+}
+
+/* --- split masters --- */
+
+static uint32_t master_of(uint16_t upper, uint16_t lower) { /* the obvious way: a number with a sign is added */
+  return (uint32_t)(((int64_t)upper << 16) + (int16_t)lower);
+}
+static void split(state_t *s, const uint32_t *masters) {
+  for (uint64_t i = 0; i < CAPACITY; i++) {
+    uint32_t upper = masters[i] >> 16, lower = masters[i] & 0xffff;
+    if (lower >= 0x8000) upper++;
+    set_half(s->param, i, upper);
+    set_half(s->master, i, lower);
+  }
+}
+
+/* 200 steps of both: all bits of the fp32 masters are in the halves, and parameters differ at ties alone. */
+static void test_split_masters_are_the_fp32_masters(void) {
+  const gemini_adamw_t whole = config_of(0, BF16, BF16), halves = config_of(4, BF16, BF16);
+  fill(&start, 3, false);
+  expected = actual = start;
+  split(&actual, expected.master);
+  uint64_t ties = 0;
+  for (uint64_t step = 1; step <= 200; step++) {
+    gemini_adamw_t c = whole, d = halves;
+    c.step = d.step = step;
+    fill(&start, 1000 + step, false);
+    memcpy(expected.grad, start.grad, sizeof start.grad);
+    memcpy(actual.grad, start.grad, sizeof start.grad);
+    update(&expected, &c, 0, CAPACITY);
+    update(&actual, &d, 0, CAPACITY);
+    CHECK(!memcmp(actual.momentum, expected.momentum, sizeof actual.momentum));
+    CHECK(!memcmp(actual.variance, expected.variance, sizeof actual.variance));
+    CHECK(actual.sum == expected.sum);
+    for (uint64_t i = 0; i < CAPACITY; i++) {
+      const uint16_t upper = half(actual.param, i), lower = half(actual.master, i);
+      CHECK_EQ(master_of(upper, lower), expected.master[i]);
+      const bool tie = lower == 0x8000;
+      ties += tie;
+      CHECK(upper == half(expected.param, i) || (tie && upper == half(expected.param, i) + 1));
+    }
+  }
+  CHECK(ties > 0); /* of 600,000: about 9 */
+}
+
+/* Every lower half, at uppers of all kinds: what a step without movement stores is what it has read. */
+static void test_split_masters_keep_every_value(void) {
+  static const uint32_t uppers[] = { 0x0000, 0x8000, 0x0001, 0x007f, 0x0080, 0x3f80, 0xbf81, 0x4100, 0x7f7f, 0xff7f };
+  gemini_adamw_t c = config_of(4, BF16, BF16);
+  c.lr = 0, c.weight_decay = 0, c.eps = 1;
+  for (size_t isa = 0; isa < 3; isa++) {
+    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    for (size_t u = 0; u < sizeof uppers / sizeof *uppers; u++) {
+      for (uint32_t base = 0; base < 65536; base += 2048) {
+        memset(&actual, 0, sizeof actual);
+        for (uint64_t i = 0; i < CAPACITY; i++) expected.master[i] = uppers[u] << 16 | ((base + i) & 0xffff);
+        split(&actual, expected.master);
+        start = actual;
+        update(&actual, &c, 0, CAPACITY);
+        CHECK(!memcmp(&actual.param, &start.param, sizeof start.param));
+        CHECK(!memcmp(&actual.master, &start.master, sizeof start.master));
+      }
+    }
+    /* What is infinite becomes NaN, as in the ordinary update, with a remainder of 0. */
+    memset(&actual, 0, sizeof actual);
+    for (uint64_t i = 0; i < CAPACITY; i++) set_half(actual.param, i, i % 2 ? 0x7f80 : 0xffff);
+    update(&actual, &c, 0, CAPACITY);
+    for (uint64_t i = 0; i < CAPACITY; i++) CHECK(half(actual.param, i) == 0x7fc0 && !half(actual.master, i));
+  }
+  CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
+}
+
+/* --- states in bf16 --- */
+
+static uint64_t mixed(uint64_t x) { /* splitmix64 */
+  x += UINT64_C(0x9e3779b97f4a7c15);
+  x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+  x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
+  return x ^ x >> 31;
+}
+static uint32_t random_of(uint64_t seed, uint64_t step, uint64_t number) { /* as docs/update.md has it */
+  const uint64_t key = mixed(mixed(seed) ^ step);
+  uint32_t x = (uint32_t)number ^ (uint32_t)key;
+  x ^= x >> 16, x *= 0x7feb352d;
+  x += (uint32_t)(key >> 32);
+  x ^= x >> 15, x *= 0x846ca68b;
+  return x ^ x >> 16;
+}
+
+static void test_states_in_bf16_are_rounded_as_written(void) {
+  for (uint32_t way = 1; way < WAYS; way++) {
+    gemini_adamw_t c = config_of(way, F32, F32), wide = c;
+    c.first_element = 123456789, c.seed = way;
+    wide.momentum_dtype = wide.variance_dtype = F32;
+    fill(&start, way, false);
+    expected = actual = start;
+    for (uint64_t i = 0; i < CAPACITY; i++) { /* the same old values */
+      expected.momentum[i] = state_bits(actual.momentum, c.momentum_dtype, i);
+      expected.variance[i] = state_bits(actual.variance, c.variance_dtype, i);
+    }
+    update(&expected, &wide, 0, CAPACITY);
+    update(&actual, &c, 0, CAPACITY);
+    CHECK(!memcmp(actual.master, expected.master, sizeof actual.master)); /* the step has the values before rounding */
+    CHECK(!memcmp(actual.param, expected.param, sizeof actual.param));
+    for (uint64_t i = 0; i < CAPACITY; i++) {
+      const uint32_t random = random_of(c.seed, c.step, c.first_element + i);
+      uint32_t m = expected.momentum[i], v = expected.variance[i];
+      if (way & 1) m = (m + (random & 0xffff)) & 0xffff0000;
+      if (way & 2) v = (v + (random >> 16)) & 0xffff0000;
+      CHECK_EQ(state_bits(actual.momentum, c.momentum_dtype, i), m);
+      CHECK_EQ(state_bits(actual.variance, c.variance_dtype, i), v);
+    }
+  }
+}
+
+/* A variance that moves by a thousandth in each step stands still if it is rounded to nearest; and errors of one
+ * element over many steps, or of many elements in a step, are those of independent coins. */
+static void test_states_in_bf16_are_right_on_average(void) {
+  gemini_adamw_t c = config_of(3, F32, F32);
+  c.beta1 = 0.9, c.beta2 = 0.999, c.grad_scale = 1, c.lr = 0;
+  memset(&actual, 0, sizeof actual);
+  for (uint64_t i = 0; i < CAPACITY; i++) {
+    actual.grad[i] = bits_of(0.3f);
+    set_half(actual.momentum, i, bits_of(0.1f) >> 16);
+    set_half(actual.variance, i, bits_of(1.0f) >> 16);
+  }
+  double m = (double)float_of((uint32_t)half(actual.momentum, 0) << 16), v = 1;
+  for (uint64_t step = 1; step <= 700; step++) {
+    c.step = step;
+    update(&actual, &c, 0, CAPACITY);
+    m = 0.9 * m + 0.1 * (double)0.3f, v = 0.999 * v + 0.001 * (double)0.3f * (double)0.3f;
+    if (step != 20 && step != 700) continue;
+    double m_sum = 0, v_sum = 0;
+    for (uint64_t i = 0; i < CAPACITY; i++) {
+      m_sum += (double)float_of((uint32_t)half(actual.momentum, i) << 16);
+      v_sum += (double)float_of((uint32_t)half(actual.variance, i) << 16);
+    }
+    /* One rounding errs by at most 2^-8 of the value, with a deviation of half that; the momentum remembers 5 of them,
+     * the variance all. The mean of 3000 elements deviates by a 55th of one's; four of these are allowed. */
+    const double one = 0x1p-9 * sqrt((double)step) / sqrt(CAPACITY);
+    CHECK(fabs(m_sum / CAPACITY - m) < 4 * m * 0x1p-9 * sqrt(6.0) / sqrt(CAPACITY));
+    CHECK(fabs(v_sum / CAPACITY - v) < 4 * one);
+  }
+  CHECK(v < 0.6); /* to nearest, no element would have left 1 */
+}
+
+static void test_narrow_random_bits_are_of_the_element_the_step_and_the_seed(void) {
+  gemini_adamw_t c = config_of(7, BF16, BF16), d;
+  fill(&start, 5, false);
+  expected = start;
+  update(&expected, &c, 0, CAPACITY);
+  actual = start; /* in pieces, backwards */
+  for (uint64_t end = CAPACITY, n = 1; end; end -= n, n = n * 3 % 700 + 1) {
+    if (n > end) n = end;
+    c.first_element = end - n;
+    update(&actual, &c, end - n, n);
+  }
+  actual.sum = expected.sum;
+  check_same(&actual, &expected, &c);
+  for (int i = 0; i < 3; i++) {
+    d = config_of(3, F32, BF16);
+    expected = actual = start;
+    d.lr = 0;
+    update(&expected, &d, 0, CAPACITY);
+    if (i == 0) d.seed++;
+    if (i == 1) d.first_element++;
+    if (i == 2) d.step++;
+    update(&actual, &d, 0, CAPACITY);
+    uint64_t differs = 0;
+    for (uint64_t k = 0; k < CAPACITY; k++) differs += half(actual.momentum, k) != half(expected.momentum, k);
+    CHECK(differs > CAPACITY / 10 && differs < CAPACITY); /* a third, where all roundings are independent */
+  }
+}
+
+/* --- states in blocks --- */
+
+/* What Dettmers' create_dynamic_map() has, in double, with other numbers for the codes. */
+static double code_of(uint32_t code, bool is_signed, bool coarse) {
+  const int top = is_signed ? 6 : 7;
+  uint32_t magnitude = is_signed ? code & 0x7f : code;
+  if (coarse) magnitude &= 0xfe;
+  if (!magnitude && !(is_signed && !coarse && code == 0x80)) return 0;
+  if (!coarse && code == (is_signed ? 0x80 : 1)) return 1;
+  int e = 0;
+  while (magnitude >> (e + 1)) e++;
+  const double n = ldexp(1, e), begin = (magnitude - n) / n, step = (coarse ? 2 : 1) / n;
+  const double value = pow(10, e - top) * (0.1 + 0.9 * (begin + step / 2));
+  return is_signed && code & 0x80 ? -value : value;
+}
+static float scale_of(const uint8_t *codes) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= (uint32_t)(codes[i] & 1) << i;
+  return float_of(bits << 16);
+}
+static void set_scale(uint8_t *codes, float scale) {
+  for (int i = 0; i < 16; i++) codes[i] = (uint8_t)((codes[i] & 0xfe) | (bits_of(scale) >> (16 + i) & 1));
+}
+static gemini_adamw_t in_blocks(uint32_t momentum_dtype, uint32_t variance_dtype) {
+  gemini_adamw_t c = config_of(0, F32, F32);
+  c.momentum_dtype = momentum_dtype, c.variance_dtype = variance_dtype;
+  c.weight_decay = 0, c.lr = 1, c.grad_scale = 1, c.step = UINT64_C(1) << 40; /* corrections are 1 */
+  return c;
+}
+
+static void test_blocks_every_isa_equals_plain(void) {
+  static const uint32_t states[] = { F32, BF16, BLOCK8 };
+  for (size_t isa = 1; isa < 3; isa++) {
+    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    for (uint32_t i = 0; i < 200; i++) {
+      gemini_adamw_t c = config_of(i % 3 ? 0 : 4, BF16, i % 2 ? BF16 : F32);
+      c.momentum_dtype = i % 4 ? BLOCK8 : states[i / 4 % 3], c.variance_dtype = i % 4 ? states[i / 4 % 3] : BLOCK8;
+      c.first_element = 256 * i;
+      fill(&start, i, i % 5 == 0); /* of codes any, and any scale, NaN, too */
+      if (i % 5 == 1) memset(start.momentum, 0, sizeof start.momentum), memset(start.grad, 0, 1024);
+      expected = actual = start;
+      CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
+      update(&expected, &c, 0, i % 7 ? 2816 : 256);
+      CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+      update(&actual, &c, 0, i % 7 ? 2816 : 256);
+      check_same(&actual, &expected, &c);
+    }
+  }
+  CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
+}
+
+/* Every code is read as what it stands for: half of it is the step of a master that was 0. */
+static void test_blocks_read_every_code(void) {
+  for (uint32_t shift = 0; shift < 256; shift += 16) {
+    gemini_adamw_t c = in_blocks(BLOCK8, F32);
+    c.beta1 = 0.5, c.eps = 1;
+    memset(&actual, 0, sizeof actual);
+    uint8_t *codes = (uint8_t *)actual.momentum, before[256];
+    for (uint32_t i = 0; i < 256; i++) codes[i] = (uint8_t)(i + shift); /* each is one of the first 16 once */
+    set_scale(codes, 2.5f);
+    memcpy(before, codes, sizeof before);
+    update(&actual, &c, 0, 256);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double want = -0.5 * 2.5 * code_of(before[i], true, i < 16), is = (double)float_of(actual.master[i]);
+      CHECK(fabs(is - want) <= 1e-6 * fabs(want));
+    }
+    c = in_blocks(F32, BLOCK8);
+    c.beta1 = c.beta2 = 0.5, c.eps = 1;
+    memset(&actual, 0, sizeof actual);
+    codes = (uint8_t *)actual.variance;
+    for (uint32_t i = 0; i < 256; i++) codes[i] = (uint8_t)(i + shift), actual.momentum[i] = bits_of(2.0f);
+    set_scale(codes, 2.5f);
+    memcpy(before, codes, sizeof before);
+    update(&actual, &c, 0, 256);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double want = -1 / (sqrt(0.5 * 2.5 * code_of(before[i], false, i < 16)) + 1);
+      CHECK(fabs((double)float_of(actual.master[i]) - want) <= 1e-6);
+    }
+  }
+}
+
+/* What is stored is the nearest code, of the block's own scale. */
+static void test_blocks_store_the_nearest_code(void) {
+  uint64_t random = 7;
+  for (uint32_t round = 0; round < 60; round++) {
+    const bool is_signed = round % 2;
+    gemini_adamw_t c = in_blocks(is_signed ? BLOCK8 : F32, is_signed ? F32 : BLOCK8);
+    c.beta1 = c.beta2 = 0; /* the momentum becomes the gradient, the variance its square */
+    memset(&actual, 0, sizeof actual);
+    float most = 0;
+    for (uint32_t i = 0; i < 256; i++) {
+      const double u = (double)(check_random(&random) >> 11) * 0x1p-53;
+      float value = (float)((check_random(&random) & 1 ? 1 : -1) * 0.37 * (round % 3 ? pow(10, -8 * u) : u));
+      if (i == 9 && round % 4 == 3) value = 0;
+      actual.grad[i] = bits_of(value);
+      most = fmaxf(most, is_signed ? fabsf(value) : value * value);
+    }
+    update(&actual, &c, 0, 256);
+    const uint8_t *codes = (const uint8_t *)(is_signed ? actual.momentum : actual.variance);
+    const float scale = scale_of(codes);
+    CHECK(scale >= most && scale <= most * 1.0079f);
+    for (uint32_t i = 0; i < 256; i++) {
+      const double g = (double)float_of(actual.grad[i]), value = is_signed ? g : g * g;
+      /* Without its lowest bit, if it is one of the first 16; of two that are as near, either. */
+      double best = INFINITY;
+      bool found = false;
+      for (uint32_t code = 0; code < 256; code++)
+        if (i >= 16 || code != (is_signed ? 0x80 : 1))
+          best = fmin(best, fabs((double)scale * code_of(code, is_signed, false) - value));
+      for (uint32_t code = 0; code < 256 && !found; code++) {
+        if (i < 16 && code == (is_signed ? 0x80 : 1)) continue;
+        if (fabs((double)scale * code_of(code, is_signed, false) - value) > best + 1e-5 * fabs(value)) continue;
+        found = i < 16 ? code_of(codes[i], is_signed, true) == code_of(code, is_signed, true) : codes[i] == code;
+      }
+      CHECK(found);
+    }
+  }
+}
+
+static void test_blocks_of_zeros_and_of_no_numbers(void) {
+  gemini_adamw_t c = in_blocks(BLOCK8, BLOCK8);
+  memset(&actual, 0, sizeof actual);
+  update(&actual, &c, 0, 1024);
+  for (uint64_t i = 0; i < CAPACITY; i++) CHECK(!actual.momentum[i] && !actual.variance[i] && !actual.master[i]);
+  actual.grad[300] = bits_of(NAN); /* takes its block with it, and no other */
+  update(&actual, &c, 0, 1024);
+  const uint8_t *codes = (const uint8_t *)actual.momentum;
+  CHECK(isnan(scale_of(codes + 256)) && scale_of(codes) == 0 && scale_of(codes + 512) == 0);
+  actual.grad[300] = 0;
+  update(&actual, &c, 0, 1024);
+  for (uint64_t i = 0; i < 1024; i++) CHECK(!isnan(float_of(actual.master[i])) == (i / 256 != 1));
+}
+
+static void test_blocks_beside_in_pieces_and_on_the_gpu_are_the_same(void) {
+  static state_t to;
+  gemini_adamw_t c = config_of(4, BF16, BF16);
+  c.momentum_dtype = c.variance_dtype = BLOCK8;
+  fill(&start, 4, false);
+  expected = actual = start;
+  update(&expected, &c, 0, 2816);
+  for (uint64_t at = 0; at < 2816; at += 256) c.first_element = at, update(&actual, &c, at, 256);
+  actual.sum = expected.sum;
+  check_same(&actual, &expected, &c);
+  actual = start, c.first_element = 0;
+  const gmi_arrays_t a = { actual.param, actual.grad, actual.master, actual.momentum, actual.variance };
+  const gmi_arrays_t out = { to.param, NULL, to.master, to.momentum, to.variance };
+  memset(&to, 0x5a, sizeof to);
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 2816, &a, &out), GEMINI_OK);
+  CHECK(!memcmp(&actual, &start, sizeof start) && !memcmp(to.momentum, expected.momentum, 2816));
+  CHECK(!memcmp(to.variance, expected.variance, 2816) && ((uint8_t *)to.variance)[2816] == 0x5a);
+  CHECK(!memcmp(to.param, expected.param, 2816 * 2) && !memcmp(to.master, expected.master, 2816 * 2));
+  double sums[4];
+  fake_start();
+  CHECK_EQ(gemini_adamw_cuda(&c, 2816, actual.param, actual.grad, actual.master, actual.momentum, actual.variance, NULL,
+                             sums),
+           GEMINI_OK);
+  actual.sum = sums[0];
+  check_same(&actual, &expected, &c);
+  CHECK(!strcmp(fake.calls[fake.call_count - 3], "gmi_blocks"));
+  gmi_update_cuda_replace(NULL);
+}
+
+/* --- beside the old values, on the GPU, and what is refused --- */
+
+static void test_narrow_beside_the_old_values_is_the_same(void) {
+  static state_t to;
+  for (uint32_t way = 0; way < WAYS; way++) {
+    gemini_adamw_t c = config_of(way, BF16, BF16);
+    fill(&start, way, false);
+    expected = actual = start;
+    c.first_element = 77;
+    update(&expected, &c, 0, 2500);
+    memset(&to, 0x5a, sizeof to);
+    const gmi_arrays_t a = { actual.param, actual.grad, actual.master, actual.momentum, actual.variance };
+    const gmi_arrays_t out = { to.param, NULL, to.master, to.momentum, to.variance };
+    c.first_element = 70;
+    CHECK_EQ(gmi_adamw_beside("test", &c, 7, 2500, &a, &out), GEMINI_OK);
+    CHECK(!memcmp(&actual, &start, sizeof start));
+    CHECK(!memcmp(to.param, expected.param, 2500 * 2));
+    CHECK(!memcmp(to.master, expected.master, 2500 * master_width(&c)));
+    CHECK(!memcmp(to.momentum, expected.momentum, 2500 * width(c.momentum_dtype)));
+    CHECK(!memcmp(to.variance, expected.variance, 2500 * width(c.variance_dtype)));
+    CHECK_EQ(half(to.param, 2500), 0x5a5a); /* and nothing behind */
+    CHECK_EQ(half(element(to.master, master_width(&c), 2500), 0), 0x5a5a);
+  }
+  gemini_adamw_t c = config_of(4, BF16, BF16);
+  const gmi_arrays_t reused = { actual.grad, actual.grad, actual.master, actual.momentum, actual.variance };
+  const gmi_arrays_t out = { to.param, NULL, to.master, to.momentum, to.variance };
+  CHECK_EQ(gmi_adamw_beside("test", &c, 0, 100, &reused, &out), GEMINI_ERR_INVALID);
+}
+
+static void test_narrow_cuda_gives_its_kernel_what_the_host_computes_with(void) {
+  fake_start();
+  for (uint32_t way = 0; way < WAYS; way++) {
+    gemini_adamw_t c = config_of(way, BF16, BF16);
+    double sums[4];
+    fill(&start, way, true);
+    expected = actual = start;
+    update(&expected, &c, 0, 2900);
+    fake.call_count = 0;
+    CHECK_EQ(gemini_adamw_cuda(&c, 2900, actual.param, actual.grad, actual.master, actual.momentum, actual.variance,
+                               NULL, sums),
+             GEMINI_OK);
+    uint32_t launched = 0;
+    while (strncmp(fake.calls[launched], "gmi_", 4) != 0) launched++;
+    CHECK(!strcmp(fake.calls[launched], way ? "gmi_narrow" : "gmi_adamw"));
+    actual.sum = sums[0];
+    check_same(&actual, &expected, &c);
+  }
+  gmi_update_cuda_replace(NULL);
+}
+
+static void refused(const gemini_adamw_t *c, void *param, void *master, const char *words) {
+  gemini_error_info_t info = GEMINI_ERROR_INFO_INIT;
+  actual = start;
+  CHECK_EQ(gemini_adamw_host(c, 100, param, actual.grad, master, actual.momentum, actual.variance, NULL),
+           GEMINI_ERR_INVALID);
+  CHECK_EQ(gemini_last_error(&info), GEMINI_OK);
+  if (!strstr(info.message, words)) fprintf(stderr, "'%s' does not say '%s'\n", info.message, words);
+  CHECK(strstr(info.message, words) && !memcmp(&actual, &start, sizeof start));
+}
+static void test_narrow_what_does_not_fit_is_refused_by_name(void) {
+  gemini_adamw_t c = config_of(0, BF16, BF16);
+  fill(&start, 1, false);
+  c.momentum_dtype = F16, refused(&c, actual.param, actual.master, "momentum_dtype is 2, want F32, BF16 or BLOCK8");
+  c.momentum_dtype = F32, c.variance_dtype = GEMINI_DTYPE_F64;
+  refused(&c, actual.param, actual.master, "variance_dtype is 3, want F32, BF16 or BLOCK8");
+  c.variance_dtype = BF16, c.flags = SPLIT, c.param_dtype = F16;
+  refused(&c, actual.param, actual.master, "param_dtype is 2, GEMINI_ADAMW_SPLIT wants BF16");
+  c.param_dtype = BF16;
+  refused(&c, NULL, actual.master, "there is no param");
+  refused(&c, actual.grad, actual.master, "param at 0x"); /* gradients in the bytes of half a master */
+  refused(&c, actual.param, (char *)actual.master + 1, "master is 0x");
+  CHECK_EQ(gemini_adamw_host(&c, 100, actual.param, actual.grad, (char *)actual.master + 2, actual.momentum,
+                             actual.variance, NULL),
+           GEMINI_OK);
+  c.variance_dtype = BLOCK8;
+  refused(&c, actual.param, actual.master, "elements 0 to 100 are not whole blocks of 256, which 8-bit states have");
+  c.first_element = 156, refused(&c, actual.param, actual.master, "elements 156 to 256 are not whole blocks");
+  c.flags = 0; /* a struct of before there were narrow states */
+  c.struct_size = 72, c.momentum_dtype = 99, c.variance_dtype = 99;
+  start.sum = -1, actual = expected = start;
+  update(&actual,
+         &(gemini_adamw_t){ .struct_size = 96,
+                            .param_dtype = BF16,
+                            .grad_dtype = BF16,
+                            .step = 7,
+                            .lr = c.lr,
+                            .beta1 = c.beta1,
+                            .beta2 = c.beta2,
+                            .eps = c.eps,
+                            .grad_scale = c.grad_scale,
+                            .weight_decay = c.weight_decay },
+         0, CAPACITY);
+  CHECK_EQ(gemini_adamw_host(&c, CAPACITY, expected.param, expected.grad, expected.master, expected.momentum,
+                             expected.variance, &expected.sum),
+           GEMINI_OK);
+  CHECK(!memcmp(&actual, &expected, sizeof actual));
+}
+
+int main(void) {
+  RUN(test_narrow_every_isa_equals_plain);
+  RUN(test_split_masters_are_the_fp32_masters);
+  RUN(test_split_masters_keep_every_value);
+  RUN(test_states_in_bf16_are_rounded_as_written);
+  RUN(test_states_in_bf16_are_right_on_average);
+  RUN(test_narrow_random_bits_are_of_the_element_the_step_and_the_seed);
+  RUN(test_blocks_every_isa_equals_plain);
+  RUN(test_blocks_read_every_code);
+  RUN(test_blocks_store_the_nearest_code);
+  RUN(test_blocks_of_zeros_and_of_no_numbers);
+  RUN(test_blocks_beside_in_pieces_and_on_the_gpu_are_the_same);
+  RUN(test_narrow_beside_the_old_values_is_the_same);
+  RUN(test_narrow_cuda_gives_its_kernel_what_the_host_computes_with);
+  RUN(test_narrow_what_does_not_fit_is_refused_by_name);
+  return check_done();
+}
