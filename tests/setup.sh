@@ -65,7 +65,7 @@ if ((tools)); then
       "${pip[@]}" -r tests/requirements.txt
     else # what does not bring a torch along; Python's tests will be skipped
       echo "setup.sh: no $torch to be had, by pip or from download.pytorch.org: tests of the PyTorch package are skipped" >&2
-      grep -vE '^(torch|accelerate|lightning|peft)==' tests/requirements.txt >build/venv/without_torch.txt
+      grep -vE '^(torch|accelerate|datasets|lightning|peft|trl)==' tests/requirements.txt >build/venv/without_torch.txt
       "${pip[@]}" -r build/venv/without_torch.txt
     fi
     cp tests/requirements.txt "$stamp"

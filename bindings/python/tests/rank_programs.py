@@ -108,6 +108,17 @@ class Branches(nn.Module):
         return {"loss": (self.last(x).squeeze(-1) - labels).square().mean()}
 
 
+class Quantized(Branches):
+    """Branches of an input that a frozen matrix of int8 has multiplied."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.base = nn.Parameter(torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, input_ids, labels):
+        return super().forward(input_ids @ (self.base.to(input_ids.dtype) / 1000), labels)
+
+
 class Gpt(nn.Module):
     """A small GPT of several chunks of a GPU, whose head is its embedding."""
 
@@ -154,6 +165,9 @@ def build(name, dtype="float32"):
     if name in ("branches", "8 branches"):
         torch.manual_seed(0)
         return Branches(8 if name == "8 branches" else 4).to(getattr(torch, dtype))
+    if name == "quantized":
+        torch.manual_seed(0)
+        return Quantized()
     if name == "lora":
         import peft
 
@@ -169,7 +183,7 @@ def build(name, dtype="float32"):
 def rows(name, step, begin, end, length=LENGTH, dtype=torch.float32):
     """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
-    if name in ("branches", "8 branches", "parallel"):
+    if name in ("branches", "8 branches", "parallel", "quantized"):
         ids = torch.randn(ROWS, WIDTH, generator=generator).to(DEVICE, dtype)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length].to(DEVICE)

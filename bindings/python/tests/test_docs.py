@@ -13,6 +13,7 @@ import architectures
 import libgemini
 import libgemini.torch as gm
 import page
+import test_trainers
 from libgemini.torch.optim import Optimizer
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
@@ -59,6 +60,28 @@ def test_page_names_what_there_is():
 def test_table_of_architectures_is_what_tests_do():
     assert architectures.table() in (PAGE.parent / "architectures.md").read_text()
     assert f"lists {len(architectures.ARCHITECTURES)} architectures" in PAGE.read_text()
+
+
+def test_table_of_what_runs_names_tests_that_there_are():
+    """Each row names an example that test_trainers.py runs, or tests; each such example has a row."""
+    text = PAGE.read_text()
+    rows = text[text.index("| way | what to write | shown by |") :].split("\n\n")[0].splitlines()[2:]
+    examples = {f"with_{name}.py" for name in test_trainers.NAMES} | {"several_processes.py"}
+    named = set()
+    for row in rows:
+        shown = row.rsplit("|", 2)[1]
+        found = set(re.findall(r"\((?:\.\./bindings/python/examples/)(\w+\.py)\)", shown))
+        assert found <= examples, row
+        named |= found
+        tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", shown)
+        assert found or tests, f"nothing shows it: {row}"
+        for file, test in tests:
+            source = (pathlib.Path(__file__).parent / file).read_text()
+            assert re.search(rf"^def {test}\(", source, re.MULTILINE), f"{file} has no {test}"
+        cases = re.findall(r"`(\w+)`", shown)
+        assert set(cases) <= architectures.ARCHITECTURES.keys(), row
+        assert not cases or tests[0][0] == "test_architectures.py"
+    assert named == examples and len(rows) > 10
 
 
 def test_p12_there_is_one_beginning():

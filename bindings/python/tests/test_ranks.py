@@ -119,6 +119,7 @@ CASES = {  # by name: the program and its arguments; processes that train all of
     "zero 2, accumulation": ("training", {**CLIPPED, "zero": 2, "micro": 2}),
     "zero 3, accumulation": ("training", {**CLIPPED, "zero": 3, "micro": 2, "wrapped": True}),
     "frozen": ("training", FROZEN),
+    "int8": ("training", {"model": "quantized", "frozen": ["base"]}),
     "built in": ("built_in", {"model": "gpt2"}),
     "lora": ("training", {"model": "lora", "frozen": ["base_layer", "wte", "wpe", "ln_", "mlp", "c_proj"]}),
 }

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,8 @@ import torch
 import libgemini.torch as gm
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-NAMES = ["trainer", "accelerate", "lightning"]
+NAMES = ["trainer", "sft", "accelerate", "lightning", "loop"]
+LIBRARIES = {"trainer": "transformers", "sft": "trl", "loop": "transformers"}
 OURS = re.compile(r"\bgm\b|[Gg]emini")
 
 
@@ -28,7 +30,7 @@ def closed(monkeypatch, tmp_path):
 
 
 def source_of(name, optimizer):
-    pytest.importorskip({"trainer": "transformers"}.get(name, name))
+    pytest.importorskip(LIBRARIES.get(name, name))
     title, code = (EXAMPLES / f"with_{name}.py").read_text().split('"""\n', 1)
     return code.replace("torch.optim.AdamW(", f"torch.optim.{optimizer}(")
 
@@ -55,6 +57,8 @@ def values(model):
 
 def plain(code):
     names = execute(without(code))
+    for file in pathlib.Path().glob("*.pt"):
+        file.unlink()  # ours begins anew
     return names["losses"], values(names["model"])
 
 
@@ -149,6 +153,26 @@ def test_lightning_goes_on_from_a_checkpoint_of_its_own_to_the_bit(monkeypatch):
     )
     for key, value in whole.items():
         assert torch.equal(resumed[key], value), key
+
+
+def test_a_loop_goes_on_from_a_checkpoint_to_the_bit(monkeypatch):
+    """torch.save() has written it. A training without libgemini goes on from it as well."""
+    code, size, begin = (
+        source_of("loop", "AdamW").replace("total = EPOCHS", "total = 2"),
+        4 << 20,
+        "first, losses = 0, []",
+    )
+    whole, losses = again(code, begin, begin, monkeypatch, size)
+    os.unlink("checkpoint.pt")
+    _, first = again(code, begin, f"{begin}; EPOCHS = 1", monkeypatch, size)
+    assert first == losses[:4]
+    shutil.copy("checkpoint.pt", "kept.pt")
+    resumed, second = again(code, begin, begin, monkeypatch, size)
+    assert second == losses[4:]
+    for key, value in whole.items():
+        assert torch.equal(resumed[key], value), key
+    shutil.copy("kept.pt", "checkpoint.pt")
+    assert execute(without(code))["losses"] == pytest.approx(second, rel=1e-5)
 
 
 def test_moving_a_model_to_where_it_is_moves_nothing():

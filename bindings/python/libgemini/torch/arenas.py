@@ -301,19 +301,18 @@ class Arenas:
         return self.handles[key]
 
     @contextlib.contextmanager
-    def apart(self, sizes: typing.Iterable[int]) -> typing.Iterator[None]:
+    def apart(self, tensors: typing.Iterable[torch.Tensor]) -> typing.Iterator[None]:
         """A context manager: frozen parameters that are allocated within it go to arenas of their own.
 
         An arena usually has as many addresses as all budgets together have bytes. Weights that stay in the files of a
         folder may be more than that.
 
         Args:
-            sizes: The elements of each of them.
+            tensors: They, or tensors of their shapes and dtypes.
         """
-        most = max(dtype.itemsize for dtype in DTYPES)
         self.models_apart += 1
         self.frozen = f"frozen in {self.models_apart}"
-        self.capacity = sum(-(-max(1, size) // ALIGNMENT) * ALIGNMENT * most for size in sizes)
+        self.capacity = sum(-(-max(1, one.numel()) // ALIGNMENT) * ALIGNMENT * one.dtype.itemsize for one in tensors)
         try:
             yield
         finally:

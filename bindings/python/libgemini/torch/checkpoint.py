@@ -33,7 +33,8 @@ from ..manager import parse_bytes
 from . import internals, tensorfile
 from .arenas import DTYPES, Place
 from .division import Mesh, divided
-from .model import Record
+from .memory import can_wrap
+from .model import Record, adopt_buffer, are_weights
 from .narrow import Narrow
 from .optim import Optimizer
 from .progress import Progress
@@ -245,9 +246,11 @@ def _tensors_of(model):
 
 
 def _stored(value):
-    """Where the bytes are: the place of a managed parameter, or the tensor itself."""
-    record = getattr(value, "_gm_record", None)
-    return value if record is None else record.place
+    """Where the bytes are: the place of a managed parameter or buffer, or the tensor itself."""
+    record, place = getattr(value, "_gm_record", None), getattr(value, "_gm_place", None)
+    if record is not None:
+        return record.place
+    return value if place is None or place.owner is not None or not place.has(value) else place
 
 
 def _parameter_names(optimizer, model):
@@ -565,11 +568,18 @@ def _read_all(jobs, progress, borrows):
             os.close(fd)
 
 
-def _weight_job(session, entry, name, value):
-    """Where a weight goes: into the existing place or tensor; for a parameter on the meta device into a new place."""
+def _weight_job(session, entry, name, value, quantized):
+    """Where a weight goes: into the existing place or tensor; for a parameter on the meta device into a new place.
+
+    quantized: the ids of buffers that go into a new place as well.
+    """
     if not value.is_meta:
         return entry, lambda: _stored(value), lambda: internals.note_write(value)
-    if isinstance(value, nn.Parameter) and value.dtype in DTYPES:
+    if id(value) in quantized:
+        return entry, lambda: adopt_buffer(session, value, name, fill=False), lambda: None
+    if isinstance(value, nn.Parameter) and (
+        value.dtype in DTYPES or type(value) is nn.Parameter and can_wrap(value.dtype)
+    ):
         record = Record(session, value, name)
 
         def allocate():
@@ -643,7 +653,10 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
                 folder.verify(wanted, progress)
     session.backward.settle()
     with torch.no_grad():
-        jobs = [_weight_job(session, *part) for part in plan]
+        quantized = (
+            set() if session.ranks else {id(one) for inner in model.modules() for one in are_weights(inner).values()}
+        )
+        jobs = [_weight_job(session, entry, name, value, quantized) for entry, name, value in plan]
         for record, layout, parts in states:
             places = optimizer.rule.renew(record, layout)
             jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
@@ -701,7 +714,7 @@ def from_folder(session, folder, verify, progress, in_place):
     if not in_place or session.ranks:
         load_weights(session, model, source, verify, progress)
         return model
-    with session.arenas.apart(param.numel() for param in model.parameters()):
+    with session.arenas.apart((*model.parameters(), *model.buffers())):
         load_weights(session, model, source, verify, progress, borrows=True)
     return model
 

@@ -47,6 +47,11 @@ _TYPES = {  # DLPack: int 0, uint 1, float 2, bfloat 4, bool 6
     torch.uint8: (1, 8),
     torch.bool: (6, 8),
 }
+FLOATS_OF_8_BITS = {  # which not every version of DLPack has: they pass as bytes
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -58,7 +63,7 @@ _libc.malloc.argtypes = [ctypes.c_size_t]
 
 def can_wrap(dtype):
     """Whether wrap() takes a dtype."""
-    return dtype in _TYPES
+    return dtype in _TYPES or dtype in FLOATS_OF_8_BITS
 
 
 def wrap(address, shape, dtype, device, stride=None):
@@ -72,11 +77,14 @@ def wrap(address, shape, dtype, device, stride=None):
         stride: The strides in elements; None: contiguous.
 
     Raises:
-        TypeError: DLPack has no such dtype.
+        TypeError: It is none of the dtypes of can_wrap().
         MemoryError: There is no memory for the description of the tensor.
     """
+    if dtype in FLOATS_OF_8_BITS:
+        raw = wrap(address, shape, torch.uint8, device, stride)
+        return torch.empty(0, dtype=dtype, device=device).set_(raw.untyped_storage(), 0, raw.shape, raw.stride())
     if dtype not in _TYPES:
-        raise TypeError(f"{dtype} is none of {', '.join(map(str, _TYPES))}")
+        raise TypeError(f"{dtype} is none of {', '.join(map(str, (*_TYPES, *FLOATS_OF_8_BITS)))}")
     code, bits = _TYPES[dtype]
     head = ctypes.sizeof(_DLManagedTensor)
     at = _libc.malloc(head + 16 * len(shape))

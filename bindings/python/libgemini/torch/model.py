@@ -15,6 +15,7 @@ import os
 import sys
 import types
 import typing
+import warnings
 import weakref
 
 import torch
@@ -29,6 +30,7 @@ from .blocks import Blocks
 from .division import Division, ManagedLocalParameter, local_view, localize
 from .internals import get_grad as _get_grad, plain as _plain, set_grad as _set_grad
 from .layout import dense_stride, span
+from .memory import FLOATS_OF_8_BITS, can_wrap, shared
 from .progress import Progress
 from .session import Session
 from .tensors import (
@@ -42,11 +44,12 @@ from .tensors import (
     become_tensor,
     is_exact,
     is_number,
+    keeps_class,
     managed_view,
     parameter_class,
     weights_only_models,
 )
-from .unit import find, make_units, refuse_compiling
+from .unit import find, make_units, refuse_compiling, scripted
 
 
 class Record:
@@ -288,6 +291,8 @@ class Record:
     # ---- its gradient
     def attach(self):
         """Creates the place of the gradient, and stores gradients that autograd makes there from now on."""
+        if self.place.dtype not in DTYPES:
+            raise GeminiError(_wants_dtype(self.name, self.place.dtype))
         if not self.grad_place:
             place = self.place
             kind = "reused grad" if self.reuses_bytes else "grad"
@@ -590,9 +595,24 @@ CLOSED = "parameter {} belongs to a session that was closed: its bytes are gone,
 def _is_plain(param):
     """Whether a parameter is of no subclass, which it would lose, as the session gives it a class of its own.
 
-    One of a subclass is refused, or stays with torch if it is frozen.
+    One of a subclass is refused. A frozen one is managed if it can keep its class, and stays with torch otherwise.
     """
     return type(param) is nn.Parameter or isinstance(param, ManagedParameter)
+
+
+def _stays(param: torch.Tensor) -> str | None:
+    """Why a frozen parameter, which is not managed yet, stays with torch, in words; None: it does not."""
+    if type(param) is nn.Parameter:
+        return None if can_wrap(param.dtype) else f"of {param.dtype}"
+    if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "made of other tensors"
+    if not keeps_class(type(param)):
+        return "of a class that serves functions of torch itself"
+    return None if has_storage(param) and shared(param) is False else "over bytes that another tensor has, too"
+
+
+def _wants_dtype(name, dtype):
+    return f"parameter {name} is of {dtype}: want {', '.join(map(str, DTYPES))}, or one that needs no gradient"
 
 
 def adopt(session, param, name):
@@ -611,11 +631,10 @@ def adopt(session, param, name):
             raise GeminiError(
                 f"parameter {name} is a {type(param).__name__}, which would lose its class: want nn.Parameter itself"
             )
+    if param.requires_grad and param.dtype not in DTYPES:
+        raise GeminiError(_wants_dtype(name, param.dtype))
+    if not isinstance(param, ManagedTensor) and _stays(param):
         return None
-    if param.dtype not in DTYPES:
-        if param.requires_grad:
-            raise GeminiError(f"parameter {name} is of {param.dtype}: want {', '.join(map(str, DTYPES))}")
-        return None  # quantized weights and the like stay with torch
     record = Record(session, param, name)
     place = getattr(param, "_gm_place", None)
     if place is None:
@@ -632,6 +651,57 @@ def adopt(session, param, name):
     else:
         record.move_in(param.detach())
     return record
+
+
+# Dtypes that weights are packed in. Buffers of int64 and bool are indices and masks.
+PACKED = {torch.int8, torch.uint8, torch.int16, torch.int32} | FLOATS_OF_8_BITS
+LEAST_BUFFER = 4096  # bytes: for a smaller one, an acquire at each use costs more than its memory is worth
+
+
+def are_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module, without those of modules inside it, that are quantized weights, by name.
+
+    These are buffers of a dtype that weights are packed in and, beside such a buffer or parameter, what else has a
+    dtype that an arena can hold: scales. Small ones are left out, and those that share their bytes with another tensor,
+    which would no longer see what is written to them.
+    """
+    large = {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if type(buffer) is torch.Tensor
+        and not buffer.requires_grad
+        and not buffer.is_inference()
+        and can_wrap(buffer.dtype)
+        and (buffer.is_meta or has_storage(buffer) and shared(buffer) is False)
+        and buffer.nbytes >= LEAST_BUFFER
+    }
+    beside = any(one.dtype in PACKED for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    return large if beside else {}
+
+
+def adopt_buffer(session: Session, buffer: torch.Tensor, name: str, fill: bool = True) -> Place:
+    """Makes a plain buffer, or one on the meta device, a managed tensor. It stays the same Python object.
+
+    Args:
+        session: The session.
+        buffer: The buffer.
+        name: Its name, for messages.
+        fill: Whether its values come along; False: it becomes zero, and somebody will write it.
+    """
+    place = session.arenas.place(session.arenas.frozen, buffer.shape, buffer.dtype, name, dense_stride(buffer))
+    place.register(name)
+    if fill:
+        place.write(buffer)
+    if buffer.is_meta:
+        attributes = dict(vars(buffer))
+        torch.utils.swap_tensors(buffer, managed_view(place))
+        buffer.__dict__.update(attributes)
+    else:
+        with _plain():
+            buffer.data = place.tensor
+        buffer.__class__ = ManagedTensor
+        typing.cast(ManagedTensor, buffer)._gm_place = place
+    return place
 
 
 @contextlib.contextmanager
@@ -854,8 +924,10 @@ class Model:
                     record.rename(name)
                     self.records[name] = record
                 progress.add(size)
+        self.tell_what_stays(params)
         for buffer, name, first in views:
             self.become_view(buffer, self.records[name].place, first)
+        self.adopt_buffers()
         self.move_buffers(session.device)
         session.holds.uses.clear()  # cached uses have the old names
         if session.ranks:
@@ -869,6 +941,34 @@ class Model:
         for record in self.records.values():
             record.guard()
 
+    def tell_what_stays(self, params: dict[str, nn.Parameter]) -> None:
+        """Warns if frozen parameters stay in torch's memory, and says why."""
+        stay = {name: param for name, param in params.items() if name not in self.records}
+        name = next((name for name, param in stay.items() if param.numel() * param.itemsize >= LEAST_BUFFER), None)
+        if name is not None:
+            param = stay[name]
+            warnings.warn(
+                f"frozen parameter {name}, a {type(param).__name__}, stays in torch's memory, where it is, as it is "
+                f"{_stays(param)}; {len(stay)} of {len(params)} parameters do",
+                stacklevel=6,
+            )
+
+    def adopt_buffers(self) -> None:
+        """Moves buffers that are quantized weights into the session, as frozen parameters are; see are_weights()."""
+        if self.session.ranks:
+            return  # which make buffers those of rank 0 whenever they prepare a model
+        for path, module in self.module.named_modules():
+            if scripted(module):
+                continue
+            for name, buffer in are_weights(module).items():
+                adopt_buffer(self.session, buffer, f"{path}.{name}" if path else name)
+
+    def places(self) -> list[Place]:
+        """Where the weights are that have bytes: the parameters, and buffers that are no views of them."""
+        found = [record.place for record in self.records.values()]
+        found += [buffer._gm_place for buffer in self.module.buffers() if isinstance(buffer, ManagedTensor)]
+        return [place for place in dict.fromkeys(found) if place.elements]
+
     def move_to_files(self) -> None:
         """Moves the weights to the session's files, if it has files and the host has no room for all.
 
@@ -878,15 +978,14 @@ class Model:
         session, stats = self.session, self.session.manager.stats()
         if not stats["budget_bytes"]["file"] or stats["model_bytes"] <= stats["budget_bytes"]["host"]:
             return
-        for record in self.records.values():
-            if record.place.elements:
-                access = record.place.access(abi.READ, abi.TIER_FILE)
-                try:
-                    session.lib.move(session.handle, ctypes.byref(access), 1)
-                except GeminiError as error:
-                    if error.status != "OOM_FILE":
-                        raise
-                    return  # the rest has room elsewhere
+        for place in self.places():
+            access = place.access(abi.READ, abi.TIER_FILE)
+            try:
+                session.lib.move(session.handle, ctypes.byref(access), 1)
+            except GeminiError as error:
+                if error.status != "OOM_FILE":
+                    raise
+                return  # the rest has room elsewhere
 
     def least_bytes(self, at_once):
         """The device memory that the operator with the largest parameter needs, in whole chunks.
@@ -995,10 +1094,10 @@ class Model:
         for name, param in [*others, *params.items()]:
             for where in spans_of(param):
                 spans.setdefault(where.storage, []).append((where, name, param))
-        for shared in spans.values():
-            shared.sort(key=lambda item: item[0][1:3])
+        for found in spans.values():
+            found.sort(key=lambda item: item[0][1:3])
             before: list[typing.Any] = []
-            for where, name, param in shared:
+            for where, name, param in found:
                 before = [item for item in before if item[0].end > where.first]
                 for other, other_name, other_param in before:
                     if other_param is not param and where.shares_with(other):
@@ -1078,7 +1177,7 @@ class Model:
                         "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
                         "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model"
                     )
-                if param.is_meta or (param.dtype in DTYPES and _is_plain(param)):
+                if param.is_meta or (can_wrap(param.dtype) and _is_plain(param)):
                     raise GeminiError(
                         f"parameter {name} was added after libgemini.torch.prepare(): call prepare() again"
                     )

@@ -11,6 +11,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -1084,6 +1085,7 @@ class ManagedTensor(torch.Tensor):
     _gm_generation = 0  # of a parameter's gradient: how many gradients the parameter had before
     _gm_unit = False  # whether it is a parameter, or a buffer, of a unit
     _gm_division: Division | None = None  # of a part of a parameter that torch divides; see division.py
+    _gm_plain: type[torch.Tensor] = torch.Tensor  # the class that it has while the unit runs
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -1148,6 +1150,8 @@ class ManagedTensor(torch.Tensor):
 
 class ManagedParameter(ManagedTensor, nn.Parameter):
     """A parameter in an arena."""
+
+    _gm_plain = nn.Parameter
 
 
 # ---- tensors that torch takes for numbers
@@ -1384,7 +1388,61 @@ def _parameter(cls, data=None, requires_grad=True):
 
 def parameter_class(tensor):
     """The class of a managed parameter that a tensor becomes."""
+    kind: typing.Any = type(tensor)
+    if keeps_class(kind):
+        return _kept_class(kind)
     return ManagedNumberParameter if isinstance(tensor, ManagedNumber) else ManagedParameter
+
+
+# Subclasses of nn.Parameter whose __torch_function__ is known to leave the call to that of the next class.
+_CALL_SUPER = {("bitsandbytes.nn.modules", "Params4bit")}
+
+
+def keeps_class(kind: type) -> bool:
+    """Whether a frozen parameter of a class keeps the class when it becomes managed: it is a subclass of nn.Parameter,
+    its tensors have bytes of their own, and functions of torch with them come to ManagedTensor."""
+    return (
+        issubclass(kind, nn.Parameter)
+        and kind is not nn.Parameter
+        and not issubclass(kind, ManagedTensor)
+        and kind.__torch_dispatch__ is _Tensor.__torch_dispatch__
+        and all(
+            "__torch_function__" not in vars(one) or (one.__module__, one.__name__) in _CALL_SUPER
+            for one in kind.__mro__[: kind.__mro__.index(nn.Parameter)]
+        )
+    )
+
+
+@functools.cache
+def _kept_class(kind: typing.Any) -> type[ManagedParameter]:
+    """The class of managed parameters that keep a class, see keeps_class(): its methods and attributes come first, but
+    for those that would copy or move the parameter."""
+
+    def unmanaged(self, values):
+        values = values.detach()
+        values.__class__ = kind
+        return values
+
+    def deep_copy(self, memo):
+        out = memo[id(self)] = unmanaged(self, _copy(self))
+        out.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        return out
+
+    def reduce(self, protocol):
+        out = unmanaged(self, _saved_copy(self))
+        out.__dict__.update(_attributes(self))
+        return out.__reduce_ex__(protocol)
+
+    def shallow_copy(self):
+        _refuse_class(self, kind)
+
+    own = {"__deepcopy__": deep_copy, "__reduce_ex__": reduce, "__copy__": shallow_copy, "_gm_plain": kind}
+    moves = {name: getattr(_Tensor, name) for name in ("to", "cpu", "cuda")}
+    kept = type(kind)(kind.__name__, (kind, ManagedParameter), {"__module__": kind.__module__, **own, **moves})
+    _USUAL.add(kept)
+    _KINDS.add(kept)
+    ForkingPickler.register(kept, _saved)
+    return kept
 
 
 _make_subclass = patches.make_subclass.original

@@ -188,7 +188,7 @@ class Unit:
             return
         units.append(self)
         for tensor, kind in self.kinds:
-            tensor.__class__ = nn.Parameter if kind is ManagedParameter else torch.Tensor  # type: ignore[assignment]
+            tensor.__class__ = kind._gm_plain  # type: ignore[assignment]
         self.watched = list(self.counted)
         self.versions = list(map(_version, self.watched))
         self.before = collections()
