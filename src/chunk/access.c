@@ -679,9 +679,9 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   else (void)tensor_rehold(r.tensor, field_others(), field_whole(access->mode));
 }
 
-/* Ends the uses of the chunks. On the device it stores the stream's fence in the chunk before it drops the count: a
- * thread that sees the decremented count must see the fence. If the stream cannot be made to wait for another use (all
- * entries are taken), the error is returned, and the chunks are released all the same. */
+/* Ends the uses of the chunks. On the device it stores the stream's fence before it drops the count: a thread that sees
+ * the new count must see the fence. If the stream cannot be made to wait for another use (all entries are taken), it
+ * returns the error, and the chunks are released all the same. */
 static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                       uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
@@ -689,11 +689,11 @@ static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *a
     status = gmi_slots_use(m, &r->store->chunks[r->first], r->last - r->first + 1, stream);
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
-    gemini_status_t used = GEMINI_OK;
-    if (access->tier == GEMINI_TIER_DEVICE) used = gmi_chunk_use(m, c, access->mode, stream, locked);
+    const bool on_device = access->tier == GEMINI_TIER_DEVICE;
+    const gemini_status_t used = on_device ? gmi_chunk_use(m, c, access->mode, stream, locked) : GEMINI_OK;
     if (used) status = used;
     gmi_chunk_unhold(m, c, access->tier, access->mode);
-    if (access->tier == GEMINI_TIER_HOST) gmi_host_released(m, c);
+    if (!on_device) gmi_host_released(m, c);
   }
   return status;
 }

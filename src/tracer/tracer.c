@@ -84,8 +84,8 @@ uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns) {
   return sorted[(count - 1) / 2];
 }
 
-/* Learns the times of the last iteration's ops that have not been learned yet. The times of warm-up, which include first
- * touches and other waits, are dropped with the first planned iteration. */
+/* Learns the times of the last iteration's ops that have not been learned yet. The times of warm-up, which include
+ * first touches and other waits, are dropped with the first planned iteration. */
 static void learn_times(gmi_tracer_t *t, variant_t *v) {
   for (; t->now.learned < t->resolved && t->now.learned < v->trace.op_count; t->now.learned++) {
     const uint64_t duration = t->durations[t->now.learned];
