@@ -43,9 +43,8 @@ static void count_hits(gmi_manager_t *m, uint64_t hits) {
   static _Thread_local uint32_t stripe;
   if (!stripe) stripe = choose_stripe();
   _Atomic uint64_t *counter = &m->stripes[stripe - 1].hits;
-  const uint64_t had = atomic_load_explicit(counter, memory_order_relaxed);
-  if (stripe <= GMI_HIT_OWNED) atomic_store_explicit(counter, had + hits, memory_order_relaxed);
-  else atomic_fetch_add_explicit(counter, hits, memory_order_relaxed);
+  if (stripe > GMI_HIT_OWNED) atomic_fetch_add_explicit(counter, hits, memory_order_relaxed);
+  else atomic_store_explicit(counter, atomic_load_explicit(counter, memory_order_relaxed) + hits, memory_order_relaxed);
 }
 
 /* Do the bytes hold what the tensor is, a parameter or its gradient? Relaxed: the flag changes under the lock, and a
