@@ -183,6 +183,9 @@ gemini_status_t gmi_adamw_prepare(const char *operation, const gemini_adamw_t *t
   if (!(adamw.beta1 >= 0 && adamw.beta1 < 1)) REFUSE("beta1 is %.17g, want 0 <= beta1 < 1", adamw.beta1);
   if (!(adamw.beta2 >= 0 && adamw.beta2 < 1)) REFUSE("beta2 is %.17g, want 0 <= beta2 < 1", adamw.beta2);
   if (!(adamw.eps >= 0)) REFUSE("eps is %g, want at least 0", adamw.eps);
+  /* The padding of a block's last elements would become 0 / 0, and spread over the block by its scale. */
+  if (adamw.eps == 0 && (adamw.momentum_dtype == GEMINI_DTYPE_BLOCK8 || adamw.variance_dtype == GEMINI_DTYPE_BLOCK8))
+    REFUSE("eps is %g, want more than 0 where moments are in blocks of 8-bit codes", adamw.eps);
   if (!(adamw.weight_decay >= 0)) REFUSE("weight_decay is %g, want at least 0", adamw.weight_decay);
   const gmi_widths_t widths = gmi_adamw_widths(&adamw);
   status = count ? check_arrays(operation, adamw.param_dtype, adamw.grad_dtype, &widths, count, a, 5) : GEMINI_OK;

@@ -563,9 +563,8 @@ static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const 
   /* If the mapping changes, gmi_map() waits for work that uses the address, which includes copies between the chunk's
    * old frame and its slot. */
   if (!status) status = gmi_map(m, gmi_chunk_device(m, c), g->ring[p->ring_index].frame, gmi_chunk_mapping(c));
-  if (status || !gmi_chunk_work_pending(m, c)) return status;
-  gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-  return m->device.ops->stream.wait_flag(m->device.self, stream, &slot->work_done, slot->work_queued);
+  /* The graph's copy reads the slot: after work on a device that was released on the host, and after workers. */
+  return status ? status : gmi_chunk_wait_slot(m, stream, c);
 }
 
 static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemini_stream_t stream) {
@@ -607,7 +606,8 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     gmi_chunk_t *c = g->parts[i].chunk;
     if (g->parts[i].ring_index == GMI_NONE) continue;
     gmi_chunk_graph_unhold(m, c);
-    m->host.slots[gmi_chunk_slot(c)].fence = left; /* covers the old fence, which the replay came after */
+    gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
+    slot->fence = gmi_fence_join(m, slot->fence, left); /* the old one: readers on the host that were released meanwhile */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
   gmi_link_moved(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);

@@ -115,7 +115,8 @@ def stack(kind, wrap=lambda layer: layer):
 
 
 def weights(model):
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    packed = [one for one in model.buffers() if one.itemsize == 1 or not one.is_floating_point()]  # scales stay with torch
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *packed))
 
 
 def inputs(step):

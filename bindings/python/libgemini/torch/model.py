@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals, patches, rows
+from . import internals, narrow, patches, rows
 from .arenas import DTYPES, Place, in_backward
 from .blocks import Blocks
 from .division import Division, ManagedLocalParameter, local_view, localize
@@ -221,8 +221,15 @@ class Record:
         if "master" in self.states and self.session.ranks:
             self.session.ranks.renew_master(self.place, self.states["master"], written == UNSURE)
         elif "master" in self.states and self.states["master"].dtype != torch.float32:  # split: see narrow.py
-            if written != UNSURE:  # what is left rounds to the parameter, whatever that is
-                self.states["master"].zero()
+            master = self.states["master"]
+            if written != UNSURE:  # nothing is left beside what was written
+                master.zero()
+                return
+            values, lower = self.place.read(), master.read()
+            upper, _ = narrow.halves(narrow.joined(values, lower))
+            other = upper.view(torch.int16) != values.view(torch.int16)
+            if other.any():  # the remainder of another value
+                master.write(lower.masked_fill(other, 0))
         elif "master" in self.states:
             values, master = self.place.read(), self.states["master"]
             kept = master.read().to(values.dtype) if written == UNSURE else None
@@ -602,6 +609,8 @@ def _is_plain(param):
 
 def _stays(param: torch.Tensor) -> str | None:
     """Why a frozen parameter, which is not managed yet, stays with torch, in words; None: it does not."""
+    if not param.is_floating_point() and param.nbytes < LEAST_BUFFER:  # perhaps a counter, which a model replaces
+        return "small"
     if type(param) is nn.Parameter:
         return None if can_wrap(param.dtype) else f"of {param.dtype}"
     if type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -661,22 +670,24 @@ LEAST_BUFFER = 4096  # bytes: for a smaller one, an acquire at each use costs mo
 def are_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module, without those of modules inside it, that are quantized weights, by name.
 
-    These are buffers of a dtype that weights are packed in and, beside such a buffer or parameter, what else has a
-    dtype that an arena can hold: scales. Small ones are left out, and those that share their bytes with another tensor,
-    which would no longer see what is written to them.
+    These are buffers of a dtype that weights are packed in. Small ones are left out, and those that share their bytes
+    with another tensor, which would no longer see what is written to them. Scales stay with torch: functions such as
+    F.batch_norm() write buffers of floating point without a trace, and what nobody knows of would be lost. So do the
+    buffers of torch's fake quantization, whose function writes zero points likewise.
     """
-    large = {
+    if isinstance(module, torch.ao.quantization.FakeQuantizeBase):
+        return {}
+    return {
         name: buffer
         for name, buffer in module.named_buffers(recurse=False)
         if type(buffer) is torch.Tensor
         and not buffer.requires_grad
         and not buffer.is_inference()
+        and buffer.dtype in PACKED
         and can_wrap(buffer.dtype)
-        and (buffer.is_meta or has_storage(buffer) and shared(buffer) is False)
+        and (buffer.is_meta or has_storage(buffer) and shared(buffer) is False and not buffer.is_shared())
         and buffer.nbytes >= LEAST_BUFFER
     }
-    beside = any(one.dtype in PACKED for one in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    return large if beside else {}
 
 
 def adopt_buffer(session: Session, buffer: torch.Tensor, name: str, fill: bool = True) -> Place:
@@ -1177,7 +1188,7 @@ class Model:
                         "functional_call(), or by setting it): copy into it instead, parameters keep their addresses. "
                         "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model"
                     )
-                if param.is_meta or (can_wrap(param.dtype) and _is_plain(param)):
+                if param.is_meta or (can_wrap(param.dtype) and _is_plain(param) and not _stays(param)):
                     raise GeminiError(
                         f"parameter {name} was added after libgemini.torch.prepare(): call prepare() again"
                     )

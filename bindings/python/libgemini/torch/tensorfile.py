@@ -48,9 +48,13 @@ Entry = collections.namedtuple("Entry", "file name dtype shape offset size_bytes
 
 
 def _bytes_of(tensor):
-    """The bytes of a contiguous CPU tensor, as an object with the buffer protocol."""
+    """The bytes of a contiguous CPU tensor, as an object with the buffer protocol, which keeps the tensor alive."""
     size = tensor.numel() * tensor.dtype.itemsize
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+    if not size:
+        return memoryview(b"")
+    array = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
 
 
 def _write(fd, data, offset):
