@@ -607,7 +607,8 @@ static gemini_status_t graph_leave(gmi_manager_t *m, gemini_graph_t handle) {
     if (g->parts[i].ring_index == GMI_NONE) continue;
     gmi_chunk_graph_unhold(m, c);
     gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-    slot->fence = gmi_fence_join(m, slot->fence, left); /* the old one: readers on the host that were released meanwhile */
+    slot->fence =
+        gmi_fence_join(m, slot->fence, left); /* the old one: readers on the host that were released meanwhile */
     gmi_map_leave(m, gmi_chunk_device(m, c), gmi_chunk_mapping(c), left);
   }
   gmi_link_moved(m, gmi_link_in(m), GEMINI_REASON_PLAN, g->copies);

@@ -969,9 +969,51 @@ static void test_graph_replays_beside_other_threads(void) {
   finish(&w);
 }
 
+/* Work of another stream on host memory, which was released before a replay or during one. */
+static void set_later(void *user) {
+  usleep(100000);
+  set_now(user);
+}
+static uint64_t read_later;
+static void read_now(void *user) {
+  usleep(100000);
+  read_later = stamped(user);
+}
+static void test_graph_and_work_on_the_host_wait_for_each_other(void) {
+  world_t w = start(4, 4);
+  gemini_stream_t other;
+  CHECK_OK(gemini_stream_create(w.mgr, &other));
+  uint64_t values[4];
+  for (uint64_t i = 0; i < 4; i++) set_on_host(&w, i, values[i] = 1000 * (i + 1));
+  graph_t g;
+  graph_begin(&w, &g, 2, 8);
+  for (uint64_t i = 0; i < 4; i++) capture_op(&w, &g, i, 1);
+  graph_end(&w, &g);
+  gemini_access_t written = chunk_of(arena, 1, 1, WRITE, HOST);
+  CHECK_OK(gemini_acquire(w.mgr, &written, 1, other));
+  set_t set = { written.ptr, values[1] = 4242 };
+  CHECK_OK(gemini_stream_call(w.mgr, other, set_later, &set));
+  CHECK_OK(gemini_release(w.mgr, &written, 1, other));
+  replay(&w, &g);
+  check_seen(&w, &g, values);
+  gemini_access_t read = chunk_of(arena, 2, 1, READ, HOST);
+  CHECK_OK(gemini_acquire(w.mgr, &read, 1, other));
+  CHECK_OK(gemini_graph_enter(w.mgr, g.handle, w.stream));
+  CHECK_OK(gemini_stream_call(w.mgr, other, read_now, read.ptr));
+  CHECK_OK(gemini_release(w.mgr, &read, 1, other));
+  CHECK_OK(gemini_graph_leave(w.mgr, g.handle));
+  set_on_host(&w, 2, 9);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, other));
+  CHECK_EQ(read_later, values[2]);
+  graph_destroy(&w, &g);
+  CHECK_OK(gemini_stream_destroy(w.mgr, other));
+  finish(&w);
+}
+
 int main(void) {
   RUN(test_graph_larger_than_its_frames_reads_the_newest_bytes);
   RUN(test_graph_copies_run_beside_kernels);
+  RUN(test_graph_and_work_on_the_host_wait_for_each_other);
   RUN(test_graph_random_replays_are_right);
   RUN(test_graph_running_replay_keeps_writers_waiting);
   RUN(test_graph_enter_waits_on_the_stream_for_updates);
