@@ -310,3 +310,43 @@ def test_what_cannot_be_narrow_is_refused_in_words(session, monkeypatch):
         Optimizer(gm.session(), torch.optim.AdamW(loop.model.parameters()), states="bf16")
     monkeypatch.undo()
     loop.steps(1)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_a_written_parameter_is_saved_as_it_is(session, masters):
+    loop = Loop(session, masters=masters)
+    loop.steps(2)
+    with torch.no_grad():
+        loop.model[0][0].weight.zero_()  # and no pass comes before the state is read
+    assert not loop.state()[0]["master"].any()
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split16"])
+def test_masters_that_are_loaded_after_the_parameters_stay(session, masters):
+    loop = Loop(session, masters=masters)
+    loop.steps(2)
+    parameters = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
+    states = loop.optimizer.state_dict()
+    loop.steps(2)
+    want = [param.detach().clone() for param in loop.model.parameters()]
+    gm.close()
+    other = Loop(session, masters=masters)
+    other.number = 2
+    other.model.load_state_dict(parameters)
+    other.optimizer.load_state_dict(states)
+    other.steps(2)
+    assert all(torch.equal(have, one) for have, one in zip(other.model.parameters(), want))
+
+
+def test_codes_need_an_eps(session):
+    loop = Loop(session, states="8bit")
+    loop.optimizer.param_groups[0]["eps"] = 0.0
+    with pytest.raises(gm.GeminiError, match="eps is 0, want more than 0 where moments are in blocks"):
+        loop.steps(1)
+
+
+def test_bytes_to_be_written_keep_their_tensor():
+    values = torch.arange(1 << 16).view(256, 256).t()
+    data = tensorfile._bytes_of(values.contiguous())
+    others = [torch.zeros(1 << 16, dtype=torch.int64) for _ in range(3)]  # get its memory if it is free
+    assert bytes(data) == values.contiguous().numpy().tobytes() and not any(one.any() for one in others)

@@ -115,7 +115,9 @@ def stack(kind, wrap=lambda layer: layer):
 
 
 def weights(model):
-    packed = [one for one in model.buffers() if one.itemsize == 1 or not one.is_floating_point()]  # scales stay with torch
+    packed = [
+        one for one in model.buffers() if one.itemsize == 1 or not one.is_floating_point()
+    ]  # scales stay with torch
     return sum(tensor.nbytes for tensor in (*model.parameters(), *packed))
 
 
@@ -432,3 +434,38 @@ def test_what_cannot_be_trained_is_refused(session):
         model(torch.ones(2, 4, dtype=torch.float64))
     model.weight.requires_grad_(False)
     same_bits([model(torch.ones(2, 4, dtype=torch.float64))], [want])
+
+
+def test_statistics_beside_packed_buffers_are_torchs(session):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(2048), nn.Linear(2048, 512), nn.Linear(512, 2048))
+        model[0].register_buffer("packed", torch.ones(8192, dtype=torch.int8))
+        return model
+
+    def train(model):
+        for step in range(4):
+            model(torch.randn(8, 2048, generator=torch.Generator().manual_seed(step))).sum().backward()
+        return [model[0].running_mean.clone(), model[0].running_var.clone()]
+
+    want = train(make())
+    session(5 << 20)
+    same_bits(train(gm.prepare(make())), want)
+
+
+def test_small_counters_may_be_replaced(session):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.calls = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x):
+            self.calls.data = self.calls.data + 1
+            return self.layer(x)
+
+    session()
+    model = gm.prepare(Counter())
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    assert int(model.calls) == 3
