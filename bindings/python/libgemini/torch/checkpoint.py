@@ -360,8 +360,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
     if ranks:
         ranks.meet()
     session.backward.settle()
-    if not session.ranks:  # as in state_dict() of optimizers
-        session.renew_masters()
+    session.take_over_written()
     weights = []
     for names, value in _tensors_of(model):
         if value.is_meta:
@@ -654,8 +653,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
             if not session.ranks or session.ranks.rank == 0:  # one rank reads all bytes for the others
                 folder.verify(wanted, progress)
     session.backward.settle()
-    if not session.ranks:  # as in state_dict() of optimizers
-        session.renew_masters()
+    session.take_over_written()
     with torch.no_grad():
         quantized = (
             set() if session.ranks else {id(one) for inner in model.modules() for one in are_weights(inner).values()}

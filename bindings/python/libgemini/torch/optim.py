@@ -151,13 +151,6 @@ class Optimizer(torch.optim.Optimizer):
                 raise GeminiError(f"{options} are for whole parameters: parameter {record.name} is a DTensor")
             rule.splits_master(record)
 
-    def take_over_written(self):
-        """Updates the masters of parameters that were written to, before states are read or replaced: otherwise the
-        next pass would do it, over the states that were loaded. Several ranks do it in their next pass only, together.
-        """
-        if not self.session.ranks:
-            self.session.renew_masters()
-
     def find(self, groups):
         """The records of the parameters in groups."""
         known, found = {id(record.param): record for record in self.session.records}, []
@@ -349,7 +342,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.session.refuse_closed("optimizer.state_dict()")
         self.session.backward.settle()
-        self.take_over_written()
+        self.session.take_over_written()
         self.find_new()
         if self.rule.overrides("state_dict"):
             return copies(self.inner.state_dict())
@@ -390,7 +383,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.session.refuse_closed("optimizer.load_state_dict()")
         self.session.backward.settle()
-        self.take_over_written()
+        self.session.take_over_written()
         if self.rule.overrides("load_state_dict"):
             self.inner.load_state_dict(copies(state_dict, None))  # a copy, as the optimizer may keep it
             self.param_groups = self.inner.param_groups
