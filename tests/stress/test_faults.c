@@ -276,15 +276,16 @@ static void test_one_failing_call_loses_no_byte(void) {
   dir_make(dir);
   seed = seed_begin(__func__);
   signal(SIGALRM, hangs);
-  /* Two in five programs meet their fault. Of 51 programs, one run in some thirty had too few by chance. */
-  uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 200 * STEPS) / STEPS + 1, met = 0;
-  for (uint64_t i = 0; i < count; i++, seed++) {
+  /* Two in five programs meet their fault. Of the wanted programs too few may have met it by chance: others follow, up
+   * to four times as many in all. Of 84 programs at least 6 meet theirs in all but one run of 10^9. */
+  uint64_t count = seed_setting("GEMINI_STRESS_STEPS", 200 * STEPS) / STEPS + 1, met = 0, run = 0;
+  for (; run < count || (met <= count / 4 && run < 4 * count); run++, seed++) {
     alarm(300);
     program(dir);
     met += failed;
   }
   alarm(0);
-  fprintf(stderr, "  %" PRIu64 " programs, the fault was met in %" PRIu64 "\n", count, met);
+  fprintf(stderr, "  %" PRIu64 " programs, the fault was met in %" PRIu64 "\n", run, met);
   CHECK(count < 20 || met > count / 4);
   rmdir(dir);
 }
