@@ -1005,7 +1005,7 @@ typedef struct gemini_stats_s {
   uint64_t iterations;          /* ended */
   uint64_t planned_iterations;  /* of these, run to their end under a plan */
   uint64_t departures;          /* iterations that left their plan */
-  uint64_t plans;               /* made so far */
+  uint64_t plans;               /* made so far, and taken up again */
   uint64_t predicted_step_ns;   /* of the plan in force; 0 = none */
   uint64_t measured_step_ns;    /* last iteration, begin to begin or end */
   uint64_t planned_fetch_bytes; /* a step's fetches under the plan in force */

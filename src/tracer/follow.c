@@ -77,7 +77,7 @@ bool gmi_tracer_plan_with_chunk(gmi_manager_t *m, gmi_trace_t *trace, uint64_t c
   gmi_tracer_t *t = m->trace.tracer;
   uint32_t old_shift = m->cut.chunk_shift, shift = (uint32_t)__builtin_ctzll(chunk_bytes);
   uint64_t old_frame = gmi_frame_bytes(m);
-  if (shift == old_shift || t->planned || !gmi_recut_possible(m, chunk_bytes) ||
+  if (shift == old_shift || t->plans.count || !gmi_recut_possible(m, chunk_bytes) ||
       gmi_plan_bundle_make(m, trace, shift, bundle_out))
     return false;
   gemini_status_t status = gmi_recut(m, chunk_bytes);
@@ -112,7 +112,8 @@ static bool is_still(const gmi_plan_bundle_t *bundle) {
 void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   v->bundle = *bundle;
   v->still = is_still(bundle);
-  m->trace.tracer->planned = true;
+  v->plan = ++m->trace.tracer->plans.count;
+  v->ahead.planned = v->trace.ahead;
   m->trace.tracer->now.due.variant = GMI_NONE;
   m->stats.plans++;
   gmi_tracer_publish_plan(m, v);
@@ -124,10 +125,12 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gemini_status_t status = gmi_cut(m);
   gmi_trace_measure(m, &v->trace);
-  bool made = !status && !m->config.chunk_bytes && !m->trace.tracer->planned &&
+  bool made = !status && !m->config.chunk_bytes && !m->trace.tracer->plans.count &&
               gmi_tracer_plan_with_chunk(m, &v->trace, search_chunk(m, &v->trace), &bundle);
   if (!status && !made) status = gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle);
   gmi_plan_bundle_free(&v->bundle);
+  gmi_tracer_trial_drop(v);
+  v->plan = 0;
   v->still = false;
   v->refused = status != GEMINI_OK;
   if (m->trace.tracer->entered == (uint32_t)(v - m->trace.tracer->variants)) m->trace.tracer->entered = GMI_NONE;

@@ -195,6 +195,7 @@ void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
       if (known) *(t->stalls[s].unforeseen ? &unforeseen : &stall) += after - before;
       if (known) count_wait(m, t->stalls[s].group, t->stalls[s].what, after - before);
     }
+    if (known && !t->resolved) t->now.step.first_ns = begin;
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
     if (known) m->stats.stall_ns += stall + unforeseen;
     if (!known) t->in_ops_ns = UINT64_MAX;

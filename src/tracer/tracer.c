@@ -40,6 +40,7 @@ gemini_status_t gmi_tracer_open(gmi_manager_t *m) {
 static void variant_clear(variant_t *v) {
   gmi_trace_free(&v->trace);
   gmi_plan_bundle_free(&v->bundle);
+  gmi_tracer_trial_drop(v);
   memset(v, 0, sizeof *v);
 }
 
@@ -168,6 +169,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
     m->stats.measured_step_ns = now - t->begun_ns;
     learn_late(m, now - t->begun_ns);
   }
+  gmi_tracer_trial_measure(m);
   t->begun_ns = now;
   m->bracket.iteration_open = true;
   if (atomic_load(&m->cut.chunk_bytes)) gmi_host_iteration(m);
@@ -538,6 +540,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (v->bundle.made && !t->departed) {
       m->stats.planned_iterations++;
       v->planned_runs++;
+      t->now.step.plan = v->plan, t->now.step.variant = index;
+      t->now.step.took = m->stats.committed_elements > t->now.committed;
       learn_ahead(m, v);
     }
   }
@@ -554,10 +558,12 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     v->trace.headroom = 0;
     return gmi_tracer_variant_plan(m, v);
   }
-  const bool turns = v->planned_runs > SETTLE_RUNS && v->trace.ahead != v->bundle.ahead;
-  if (v->bundle.made ? chooses || (whole && (v->planned_runs == SETTLE_RUNS || turns)) : !v->refused) {
+  const bool settles = v->bundle.made && whole && v->planned_runs == SETTLE_RUNS;
+  const bool turns = whole && v->planned_runs > SETTLE_RUNS && v->trace.ahead != v->ahead.planned;
+  if (v->bundle.made ? chooses || settles || turns : !v->refused) {
     left = gmi_gathers_list(m, t->gathers, &v->trace);
-    return left ? left : gmi_tracer_variant_plan(m, v);
+    if (!left) left = settles ? gmi_tracer_trial_plan(m, v) : gmi_tracer_variant_plan(m, v);
+    return left;
   }
   if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
     gmi_trace_measure(m, &v->trace);

@@ -1,5 +1,5 @@
-/* The tracer's internal records, and the functions that its files call of each other. Included by tracer.c, record.c
- * and follow.c only.
+/* The tracer's internal records, and the functions that its files call of each other. Included by tracer.c, record.c,
+ * follow.c and trial.c only.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_VARIANTS_H
 #define GMI_VARIANTS_H
@@ -31,6 +31,9 @@ enum { STEADY_RUNS = 16 };
 /* Iterations that take over nothing that was computed ahead, before the plan counts on it no more; and how often the
  * number of those that do is doubled, before it does again. */
 enum { AHEAD_PATIENCE = 4, AHEAD_DOUBTS = 6 };
+/* Steps under a new plan after which it is compared with the plan before, and the difference that counts: more than
+ * this share of the shorter step, and more than these nanoseconds, of which steps of small models may differ anyway. */
+enum { TRIAL_STEPS = 3, TRIAL_SHARE = 32, TRIAL_NS = 1000000 };
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -53,8 +56,25 @@ typedef struct {
   struct {               /* results computed ahead; see learn_ahead() */
     uint32_t taken, missed; /* iterations in a row in which they were taken over, or could have been and were not */
     uint32_t doubt;         /* how often they were expected in vain */
+    bool planned;           /* trace.ahead when its plan was made or came back */
   } ahead;
+  uint64_t plan;              /* the number of its plan, as gmi_tracer_t.plans.count counts them; 0: none */
+  struct {                    /* the plan and the one before it, compared; see trial.c */
+    gmi_plan_bundle_t before; /* made: the plan before, which may come back */
+    uint64_t before_plan;     /* its number */
+    uint64_t shortest_ns[2];  /* of the plan before, by step_t.took; 0: no step measured */
+    uint64_t ns[2];           /* of this plan, likewise */
+    uint32_t steps[2];        /* measured under this plan */
+  } trial;
 } variant_t;
+
+/* What is known of an iteration for trial.c. */
+typedef struct {
+  uint64_t first_ns; /* when its first op began; 0: unknown */
+  uint64_t plan;     /* the number of the plan that it followed to its end; 0: of none */
+  uint32_t variant;  /* whose plan */
+  bool took;         /* it took over results computed ahead */
+} step_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
   gmi_fence_t begin, end;
@@ -87,7 +107,10 @@ typedef struct gmi_tracer {
   uint32_t previous;        /* the variant of the last complete iteration, or GMI_NONE */
   uint8_t history[HISTORY]; /* variants of the last iterations, newest last; NO_VARIANT for one forgotten since */
   uint32_t history_size;
-  bool planned;              /* a plan was made: the chunk size is final, because plans refer to chunk records */
+  struct {
+    uint64_t count; /* made so far; if there is one, the chunk size is final, because plans refer to chunk records */
+    step_t last;    /* the iteration before the one in now.step */
+  } plans;
   bool agrees[GMI_VARIANTS]; /* the variant equals this iteration so far */
   bool agreed[GMI_VARIANTS]; /* agrees before the last update was recorded, to undo it if the update is refused */
   bool departed;             /* this iteration departed from a variant; counted once per iteration */
@@ -98,6 +121,7 @@ typedef struct gmi_tracer {
     uint32_t learned;   /* ops whose times its variant has learned */
     bool first_planned; /* it is the first one under its variant's plan */
     uint64_t committed; /* stats.committed_elements at its begin */
+    step_t step;        /* what is known of it so far */
     /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
      * variant: whose plan; GMI_NONE: none. */
     struct {
@@ -148,6 +172,14 @@ void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v);
  * with it those behind it: the calling thread goes on. May give the lock away for callbacks of updates. */
 void gmi_tracer_plan_more(gmi_manager_t *m);
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
+
+/* tracer/trial.c */
+/* Makes the variant's plan again, with the times measured under it, and has the new one prove itself. */
+gemini_status_t gmi_tracer_trial_plan(gmi_manager_t *m, variant_t *v);
+void gmi_tracer_trial_drop(variant_t *v); /* the plan before cannot come back any more */
+/* At the begin of an iteration, when now.step still is the last one's: measures the one before that. The plan before
+ * may come back. */
+void gmi_tracer_trial_measure(gmi_manager_t *m);
 
 /* tracer/record.c */
 void gmi_tracer_canonical(gmi_trace_t *trace);

@@ -653,6 +653,20 @@ static bool plan_says(const model_t *t, const char *words) {
   return strstr(text, words);
 }
 
+/* A new plan is compared with the one before it by steps alike: those that took nothing over take longer under any. */
+static void test_speculate_clipped_steps_are_no_reason_to_undo_a_plan(void) {
+  gemini_config_t c = world_config(64, OWN + NEW + 8, 0);
+  c.placement = GEMINI_PLACEMENT_CPU;
+  model_t t = model_with(c);
+  uint64_t step = 200;
+  for (int i = 0; i < 3; i++) train(&t, step++, false); /* as below: then there is a second plan */
+  const uint64_t plans = world_stats(&t.w).plans;
+  for (int i = 0; i < 3; i++) train(&t, step++, true);
+  for (int i = 0; i < 2; i++) train(&t, step++, false);
+  CHECK_EQ(world_stats(&t.w).plans, plans);
+  model_close(&t);
+}
+
 /* Once steps take results over, the plan is made for that, and its prediction; after several that do not, it is not. */
 static void test_speculate_is_planned_while_steps_take_it_over(void) {
   gemini_config_t c = world_config(64, OWN + NEW + 8, 0);
@@ -749,6 +763,7 @@ int main(void) {
   RUN(test_speculate_with_gradients_in_their_parameters_bytes);
   RUN(test_speculate_is_dropped_by_a_tensor_without_a_gradient);
   RUN(test_speculate_bad_flags_are_refused);
+  RUN(test_speculate_clipped_steps_are_no_reason_to_undo_a_plan);
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);

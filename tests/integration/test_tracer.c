@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdbool.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "../check.h"
@@ -310,7 +311,7 @@ static void test_peaks_that_vary_where_all_fits_are_no_departure(void) {
   s = stats_of(&n);
   CHECK_EQ(s.departures, 0);
   CHECK_EQ(s.plans, plans + 1);
-  CHECK(s.planned_fetch_bytes > 0);
+  CHECK(s.planned_fetch_bytes + s.planned_evict_bytes > 0);   /* gradients that leave are written anew, not fetched */
   net_steps(&n, &(step_t){ .update = true, .scale = 40 }, 1); /* another sort of iteration */
   CHECK_EQ(stats_of(&n).departures, 1);
   net_close(&n);
@@ -464,6 +465,105 @@ static void test_times_known_late_are_learned(void) {
   CHECK(predicted >= LAYERS * UINT64_C(1000000));
   CHECK(predicted < LAYERS * UINT64_C(16000000));
   net_close(&n);
+}
+
+/* A step whose operators take op_us on the stream, and whose update's spans take host_us on the host. */
+typedef struct {
+  unsigned op_us, host_us;
+} pace_t;
+static void paced_update(void *user, const gemini_update_span_t *span) {
+  if (span->tier == GEMINI_TIER_HOST) usleep(((const pace_t *)user)->host_us);
+}
+static void paced_step(net_t *n, pace_t *pace) {
+  OK(gemini_iteration_begin(n->mgr));
+  for (int i = 0; i < 2 * LAYERS; i++) {
+    const int layer = i < LAYERS ? i : 2 * LAYERS - 1 - i;
+    char name[32];
+    snprintf(name, sizeof name, "paced.%d", i);
+    OK(gemini_op_begin(n->mgr, name, n->stream));
+    gemini_access_t use[2] = { ACCESS(n->weight[layer], 0, 0, GEMINI_READ, 0),
+                               ACCESS(n->gradient[layer], 0, 0, GEMINI_WRITE, 0) };
+    OK(gemini_acquire(n->mgr, use, i < LAYERS ? 1 : 2, n->stream));
+    OK(gemini_stream_call(n->mgr, n->stream, pause_us, &pace->op_us));
+    OK(gemini_release(n->mgr, use, i < LAYERS ? 1 : 2, n->stream));
+    OK(gemini_op_end(n->mgr));
+  }
+  gemini_arena_t arenas[] = { n->params, n->grads };
+  uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.stream = n->stream;
+  u.fn = paced_update;
+  u.user = pace;
+  OK(gemini_update(n->mgr, &u));
+  OK(gemini_iteration_end(n->mgr));
+  OK(gemini_stream_synchronize(n->mgr, n->stream));
+}
+static uint64_t now_us(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
+}
+static void log_return(void *user, int32_t level, const char *message) {
+  if (level == GEMINI_LOG_INFO && strstr(message, "comes back")) snprintf(user, 240, "%s", message);
+}
+static char *explained(const net_t *n) {
+  uint64_t length;
+  OK(gemini_plan_explain(n->mgr, 0, NULL, &length));
+  char *text = malloc(length + 1);
+  CHECK(text);
+  OK(gemini_plan_explain(n->mgr, length + 1, text, NULL));
+  return text;
+}
+/* The pieces of the update that the plan runs on the device. */
+static uint64_t device_pieces(const net_t *n) {
+  char *text = explained(n), *line = strstr(text, "\nupdates: ");
+  CHECK(line);
+  const uint64_t pieces = strtoull(line + strlen("\nupdates: "), NULL, 10);
+  free(text);
+  return pieces;
+}
+/* Steps until there is a second plan, which differs from the first, as updates turned out to be slow on the host; then
+ * some with it, whose operators take as long as before, or slow: three times as long as a whole step before. Returns the
+ * plans' pieces on the device: the first, the second, the last. */
+static void trial(bool slow, char *said, uint64_t pieces_out[3]) {
+  gemini_config_t c = config_of(8);
+  c.log_fn = log_return;
+  c.log_user = said;
+  c.log_level = GEMINI_LOG_INFO;
+  net_t n = net_open(&c);
+  pace_t pace = { 1000, 5000 };
+  uint64_t longest_us = 0;
+  while (stats_of(&n).plans < 2) {
+    const uint64_t begin_us = now_us();
+    paced_step(&n, &pace);
+    const uint64_t us = now_us() - begin_us;
+    if (us > longest_us) longest_us = us;
+    pieces_out[stats_of(&n).plans - 1] = device_pieces(&n);
+  }
+  CHECK(pieces_out[1] > pieces_out[0]);
+  if (slow) pace.op_us = (unsigned)(3 * longest_us / (2 * LAYERS));
+  for (int i = 0; i < 6; i++) paced_step(&n, &pace);
+  pieces_out[2] = device_pieces(&n);
+  CHECK_EQ(stats_of(&n).plans, pieces_out[2] == pieces_out[1] ? 2 : 3);
+  net_close(&n);
+}
+
+/* A second plan whose steps take longer than those of the first gives way to it, and one that is faster stays. What
+ * makes steps slow here is that their operators are; the library cannot tell. */
+static void test_plan_slower_than_the_one_before_goes(void) {
+  char said[240] = "";
+  uint64_t pieces[3];
+  trial(false, said, pieces);
+  CHECK_EQ(pieces[2], pieces[1]);
+  CHECK(!*said);
+  trial(true, said, pieces);
+  CHECK_EQ(pieces[2], pieces[0]);
+  CHECK_SAYS(said, "plan 1 comes back: its steps took ");
+  CHECK_SAYS(said, " s, those of plan 2 take ");
 }
 
 static void test_departures_are_explained_in_the_log(void) {
@@ -986,6 +1086,7 @@ int main(int argc, char **argv) {
   RUN(test_departure_unused_tensor_is_right_again);
   RUN(test_departures_that_recur_are_expected);
   RUN(test_times_known_late_are_learned);
+  RUN(test_plan_slower_than_the_one_before_goes);
   RUN(test_departures_are_explained_in_the_log);
   RUN(test_a_cache_that_grows_is_no_departure);
   RUN(test_a_cache_that_stopped_growing_gives_its_room_back);

@@ -326,7 +326,7 @@ static void test_a_plan_counts_frames_and_copies(void) {
       CHECK_OK(gemini_free(o.w.mgr, blocks[i], GEMINI_STREAM_CALLER));
     }
     figures_t before = world_stats(&o.w);
-    for (int i = 0; i < 8; i++) { /* the last one goes round under a plan that is not made anew */
+    for (int i = 0; i < 12; i++) { /* the last one goes round under a plan that neither is made anew nor comes back */
       before = world_stats(&o.w);
       CHECK_OK(gemini_iteration_begin(o.w.mgr));
       for (uint32_t k = 0; k < 6; k++) {
