@@ -1,0 +1,85 @@
+"""Prints the table of bench/training_gpu.sh: a line for each log of bench/peers/llama_torch.py.
+
+  training_table.py LOG...
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+COLUMNS = (  # title, width
+    ("row", 30),
+    ("step", 8),
+    ("on GPU", 8),
+    ("bound", 8),
+    ("binds", 13),
+    ("/GPU", 6),
+    ("/bound", 6),
+    ("plan", 8),
+    ("off", 6),
+    ("clipped", 7),
+    ("dep", 3),
+    ("peak", 9),
+)
+
+
+def line(cells: list[str]) -> str:
+    """The cells below their titles, the first one to the left."""
+    widths = [width for _, width in COLUMNS]
+    return " ".join([cells[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])])
+
+
+def ratio(value: float, of: float | None) -> str:
+    """value in terms of `of`, or a dash."""
+    return f"{value / of:.3f}" if of else "-"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds, or a dash."""
+    return f"{value:.4f}" if value else "-"
+
+
+def lines(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of one log.
+
+    Args:
+        name: What the log is called.
+        rows: Its rows.
+    """
+    bound = next((row for row in rows if row.get("against") == "bound"), {})
+    alone = {row["case"].split()[0]: row["value"] for row in rows if "losses" in row}
+    out = []
+    for row in rows:
+        if "departures" in row:
+            step, planned = row["value"], row["predicted_sec_per_step"]
+            cells = [" ".join([name, *row["case"].split()[2:]]), seconds(step), seconds(alone.get("gpu"))]
+            cells += [seconds(bound.get("bound_seconds")), bound.get("binds", "-"), ratio(step, alone.get("gpu"))]
+            cells += [ratio(step, bound.get("bound_seconds")), seconds(planned), f"{100 * (planned / step - 1):.1f}%"]
+            cells += [str(row.get(key, "-")) for key in ("clipped_steps", "departures", "op_peak_error_bytes")]
+            out.append(line(cells))
+            if "fsdp2" in alone:
+                out.append(f"  FSDP2 with offload: {alone['fsdp2']:.4f} s, {alone['fsdp2'] / step:.2f} times as long")
+        elif "mean_losses" in row:
+            out.append(
+                f"  {row['case']}: {row['bytes_per_param']:.2f} bytes a parameter, {row['ratio']:.2f} times as fast"
+            )
+            out.append(f"    mean losses {row['mean_losses']}")
+            out.append(f"    beside      {row['against_mean_losses']}")
+    return out
+
+
+def main() -> None:
+    """Reads the logs that the command names."""
+    print(line([title for title, _ in COLUMNS]))
+    for path in map(pathlib.Path, sys.argv[1:]):
+        with path.open(errors="replace") as log:
+            rows = [json.loads(text[4:]) for text in log if text.startswith("ROW ")]
+        print("\n".join(lines(path.stem, rows) or [f"{path.stem}: no row"]))
+
+
+if __name__ == "__main__":
+    main()
