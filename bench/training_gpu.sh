@@ -19,8 +19,7 @@ while (($#)); do
   case $1 in
     --peers) systems=gpu,fsdp2,gemini ;;
     --try)
-      try=(--device cpu --size tiny --vocabulary 512 --batch 2 --seq 64 --device-mem 1MiB --host-mem 64MiB --warmup 3
-           --steps 2) ;;
+      try=(--device cpu --size tiny --vocabulary 512 --batch 2 --seq 64 --device-mem 1MiB --host-mem 64MiB --steps 2) ;;
     clipping | accumulation | host | batches | small | long | narrow) groups+=("$1") ;;
     *) echo "training_gpu.sh: $1: want --peers, --try, or a group (see the first lines of this file)" >&2; exit 2 ;;
   esac
