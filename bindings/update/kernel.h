@@ -219,10 +219,10 @@ static inline __attribute__((always_inline)) vec_t decode(bits_t code, float sca
   return vec_of_bits(bits_of_vec(value) ^ (((code & bits_all(0x80)) << 24) & ~one));
 }
 static inline __attribute__((always_inline)) bits_t encode(vec_t value, float scale, uint32_t top, bool coarse) {
-  static const float edges[2][6] = { GMI_EDGES_OF_CODES }, zeros[2] = { GMI_ZEROS_OF_CODES };
+  static const float edges[2][6] = { GMI_EDGES_OF_CODES };
   static const float ones[2] = { GMI_ONES_OF_CODES }, powers[8] = { GMI_POWERS };
   const bits_t sign = (bits_of_vec(value) >> 31) << 7;
-  const vec_t x = vec_of_bits(bits_of_vec(value) & bits_all(0x7fffffff)) / vec_all(scale);
+  const vec_t magnitude = vec_of_bits(bits_of_vec(value) & bits_all(0x7fffffff)), x = magnitude / vec_all(scale);
   bits_t decade = bits_all(0);
   for (int i = 0; i < 6; i++) decade = decade - bits_less(x, vec_all(edges[top - 6][i]));
   const bits_t exponent = bits_all(top) - decade;
@@ -233,7 +233,10 @@ static inline __attribute__((always_inline)) bits_t encode(vec_t value, float sc
   bits_t index = bits_of_number(place);
   index = bits_pick(bits_less(place, count), index, most);
   bits_t code = least + index;
-  const bits_t zero = bits_less(x, vec_all(zeros[top - 6]));
+  /* A variance is 0 only if it was: x does not tell, as a quotient may underflow. Below the lowest code place is between
+   * -1 and 0, so index is 0 and code the lowest. */
+  const bits_t zero =
+      top == 7 ? bits_less(magnitude, vec_of_bits(bits_all(1))) : bits_less(x, vec_all(GMI_ZERO_OF_MOMENTA));
   if (coarse) code = code & bits_all(0xfe);
   code = code & ~zero;
   if (top == 6) code = code | (sign & ~bits_less(vec_of_number(code), vec_all(0.5f)));

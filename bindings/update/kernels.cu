@@ -248,7 +248,7 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
 /* Codes of blocks, as kernel.h computes them. */
 __constant__ const float powers_of_codes[2][8] = { GMI_POWERS_OF_CODES }, powers[8] = { GMI_POWERS };
 __constant__ const float edges_of_codes[2][6] = { GMI_EDGES_OF_CODES };
-__constant__ const float zeros_of_codes[2] = { GMI_ZEROS_OF_CODES }, ones_of_codes[2] = { GMI_ONES_OF_CODES };
+__constant__ const float ones_of_codes[2] = { GMI_ONES_OF_CODES };
 
 __device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top, bool coarse) {
   if (coarse) code &= 0xfe;
@@ -266,7 +266,8 @@ __device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top
 }
 __device__ __forceinline__ uint32_t encode(float value, float scale, uint32_t top, bool coarse) {
   const uint32_t sign = __float_as_uint(value) >> 31;
-  const float x = __fdiv_rn(__uint_as_float(__float_as_uint(value) & 0x7fffffff), scale);
+  const uint32_t magnitude = __float_as_uint(value) & 0x7fffffff;
+  const float x = __fdiv_rn(__uint_as_float(magnitude), scale);
   uint32_t decade = 0;
 #pragma unroll
   for (uint32_t i = 0; i < 6; i++) decade += x < edges_of_codes[top - 6][i];
@@ -276,7 +277,8 @@ __device__ __forceinline__ uint32_t encode(float value, float scale, uint32_t to
   const uint32_t index = place < __uint2float_rn(count) ? (uint32_t)__float2int_rz(place) : count - 1;
   uint32_t code = count + index;
   if (coarse) code &= 0xfe;
-  if (x < zeros_of_codes[top - 6]) code = 0;
+  /* A variance is 0 only if it was. Below the lowest code index is 0, rounded from between -1 and 0. */
+  if (top == 7 ? magnitude == 0 : x < GMI_ZERO_OF_MOMENTA) code = 0;
   if (top == 6 && code) code |= sign << 7;
   if (coarse || x < ones_of_codes[top - 6]) return code;
   return top == 7 ? 1 : sign ? code : 0x80;

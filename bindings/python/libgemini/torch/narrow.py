@@ -63,7 +63,7 @@ _EDGES = {
     6: _f32(1.028125e-01, 1.05625e-02, 1.1125e-03, 1.225e-04, 1.45e-05, 1.9e-06),
     7: _f32(1.0140625e-01, 1.028125e-02, 1.05625e-03, 1.1125e-04, 1.225e-05, 1.45e-06),
 }
-_ZEROS, _ONES = {6: 2.75e-07, 7: 1.625e-07}, {6: 9.964844e-01, 7: 9.982422e-01}
+_ZERO_OF_MOMENTA, _ONES = 2.75e-07, {6: 9.964844e-01, 7: 9.982422e-01}
 
 
 def _codes(top: int, coarse: bool) -> torch.Tensor:
@@ -98,14 +98,16 @@ def decoded(codes: torch.Tensor, top: int) -> torch.Tensor:
 
 def _with_scale(values: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Tensor:
     x = values.abs() / scale[:, None]
-    x = torch.where(x.isfinite(), x, 0)  # blocks of zeros, and of no numbers
+    of_numbers = x.isfinite()  # not in blocks of zeros, and of no numbers
+    x = torch.where(of_numbers, x, 0)
     decade = (x[:, :, None] < _EDGES[top]).sum(2)
     count = _power_of_two(top - decade)
     power = _f32(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)[decade]
     place = (x * power - _f32(0.1)) * _f32(1.1111112) * count
     codes = (count + torch.where(place < count, place.trunc(), count - 1)).to(torch.int32)
     codes[:, :SCALE_BITS] &= 0xFE
-    codes[x < _f32(_ZEROS[top])] = 0
+    # Of variances 0 alone: anything else that became 0 would make a step of momentum / eps.
+    codes[x < _f32(_ZERO_OF_MOMENTA) if top == 6 else (values == 0) | ~of_numbers] = 0
     negative = values.signbit()
     if top == 6:
         codes |= torch.where(negative & (codes > 0), 0x80, 0)
