@@ -1,5 +1,7 @@
 /* The fused updates on a GPU against those on the host, to the bit. Skipped where there is no GPU.
  * SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
+
 #include "device/cuda_driver.h"
 #include "update/gemini_update.h"
 #include "world.h"
@@ -156,6 +158,50 @@ static void test_narrow_states_on_the_gpu_equal_the_host(void) {
     check_same(&gpu, &host, CAPACITY, c.param_dtype);
   }
   state_close(&start);
+  state_close(&host);
+  state_close(&gpu);
+}
+
+/* Variances of all magnitudes beside the largest of their block, down to those whose quotient with it is 0: none above 0
+ * becomes 0. In fill(), nearly every block of variances has one that is infinite. */
+static void test_small_variances_on_the_gpu_equal_the_host(void) {
+  static const uint32_t states[] = { GEMINI_DTYPE_BLOCK8, GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16 };
+  const uint64_t count = CAPACITY / 256 * 256;
+  state_t host = state_open(CAPACITY), gpu = state_open(CAPACITY);
+  for (uint32_t i = 0; i < 12; i++) {
+    gemini_adamw_t c = GEMINI_ADAMW_INIT;
+    c.grad_dtype = GEMINI_DTYPE_F32;
+    c.momentum_dtype = states[i % 3];
+    c.variance_dtype = GEMINI_DTYPE_BLOCK8;
+    c.beta2 = i % 2 ? 0.999 : 0;
+    for (int array = 0; array < ARRAYS; array++) memset(host.arrays[array], 0, CAPACITY * 4);
+    copy(&gpu, &host, CAPACITY);
+    uint64_t random = 2 * i + 1, lowest = 0, zero = 0;
+    for (c.step = 1; c.step <= 3; c.step++) {
+      for (uint64_t e = 0; e < count; e++) {
+        const uint64_t r = check_random(&random),
+                       seldom = e / 256 % 5; /* of 5 blocks one with zeros for the most part */
+        const double u = (double)(r >> 11) * 0x1p-53, most = e / 256 % 3 ? 1 : 1e18, decades = e / 256 % 3 ? 10 : 40;
+        *at(&host, GRAD, e) = r % (seldom ? 9 : 2) ? (float)((r & 64 ? 1 : -1) * most * pow(10, -decades * u)) : 0;
+      }
+      memcpy(gpu.arrays[GRAD], host.arrays[GRAD], count * 4);
+      for (int on_gpu = 0; on_gpu < 2; on_gpu++) {
+        state_t *s = on_gpu ? &gpu : &host;
+        void *grad = s->arrays[GRAD], *p = s->arrays[MASTER], *m = s->arrays[MOMENTUM], *v = s->arrays[VARIANCE];
+        CHECK_EQ(on_gpu ? gemini_adamw_cuda(&c, count, s->arrays[PARAM], grad, p, m, v, stream, s->sums)
+                        : gemini_adamw_host(&c, count, s->arrays[PARAM], grad, p, m, v, s->sums),
+                 GEMINI_OK);
+      }
+      synchronize();
+      check_same(&gpu, &host, CAPACITY, c.param_dtype);
+    }
+    for (uint64_t e = 0; e < count; e++) {
+      const uint8_t code = ((uint8_t *)gpu.arrays[VARIANCE])[e];
+      if (e % 256 >= 16) lowest += code == 2, zero += code == 0;
+      if (e % 256 >= 16 && i % 2 == 0) CHECK((code != 0) == (*at(&gpu, GRAD, e) * *at(&gpu, GRAD, e) > 0));
+    }
+    CHECK(lowest > count / 10 && zero > 100);
+  }
   state_close(&host);
   state_close(&gpu);
 }
@@ -382,6 +428,7 @@ int main(void) {
   CHECK_EQ(driver->stream_create(&stream, CU_STREAM_NON_BLOCKING_FLAG), CU_SUCCESS);
   RUN(test_update_on_the_gpu_equals_the_host);
   RUN(test_narrow_states_on_the_gpu_equal_the_host);
+  RUN(test_small_variances_on_the_gpu_equal_the_host);
   RUN(test_sgd_on_the_gpu_equals_the_host);
   RUN(test_update_on_the_gpu_needs_no_context_and_no_sum);
   RUN(test_walk_over_arenas_on_the_gpu_equals_the_host);
