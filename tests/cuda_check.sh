@@ -129,8 +129,8 @@ if [[ $parts == *" update "* ]]; then
   done
   if [[ $built ]]; then
     for name in test_gpu test_update_gpu; do
-      build "$name" "tests/integration/$name.c" "-L$built" "-L$built/bindings/update" -lgemini_update -lgemini \
-        "-Wl,-rpath,$built" "-Wl,-rpath,$built/bindings/update"
+      build "$name" -Ibindings "tests/integration/$name.c" "-L$built" "-L$built/bindings/update" -lgemini_update \
+        -lgemini "-Wl,-rpath,$built" "-Wl,-rpath,$built/bindings/update"
       step 120 "$name" "$work/$name" || tail -n 3 "$logs/$name.log"
     done
   fi
