@@ -568,6 +568,10 @@ GEMINI_API gemini_status_t gemini_iteration_begin_with(gemini_manager_t mgr, uin
  *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator still is
  *  @retval GEMINI_ERR_OOM_DEVICE  an operator's working set does not fit: the message names the operator and the bytes
  *           that it lacks. The iteration has ended; the next ones are served on demand
+ *  @retval GEMINI_ERR_BUSY  arenas are sharded, and another thread's gemini_group_exchange() of one of their groups is
+ *           under way. The iteration is open; a later call goes on where this one stood
+ *  @retval GEMINI_ERR_OOM_SYSTEM  there is no memory for what the ranks of a group compare: as BUSY; or for a plan: the
+ *           iteration has ended, as `iterations` in statistics tells
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_iteration_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** Sets the phase that the next operators are in. It may change between operators, and is GEMINI_PHASE_NONE again after
@@ -582,7 +586,8 @@ GEMINI_API gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase
  *  @param name  1 to 127 bytes; copied. An operator should have the same name in every iteration. Names may repeat
  *           within an iteration: a loop over equal layers may use one name for all
  *  @param stream  where its work is queued
- *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is open already
+ *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is open already, or a gemini_iteration_end() has
+ *           failed that must be repeated first
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream)
     GEMINI_MUST_CHECK;

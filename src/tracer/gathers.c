@@ -48,8 +48,18 @@ typedef struct {
   group_plan_t groups[GMI_GROUPS];
 } kind_t;
 
+/* What the end of the iteration has done together with other ranks, which do it once. A call that fails keeps this, and
+ * the next one goes on behind it. */
+typedef struct {
+  uint64_t *agreed; /* [count] values on which the ranks have agreed, in order */
+  uint64_t count, next;
+  uint32_t posted; /* bit per group */
+  bool done;       /* gmi_gathers_end() has succeeded; agreed is of gmi_gathers_choose() */
+} ending_t;
+
 typedef struct gmi_gathers {
   record_t record;    /* of this iteration */
+  ending_t ending;    /* likewise */
   uint32_t use_mark;  /* uses from here on are of the open operator */
   uint64_t op_hash;   /* of the open operator */
   uint32_t op_index;  /* the open operator's in the trace, or that of the next one */
@@ -89,6 +99,8 @@ static void kind_clear(kind_t *kind) {
 static void record_clear(gmi_gathers_t *g) {
   g->record.op_count = g->record.use_count = g->use_mark = 0;
   g->lost = false;
+  free(g->ending.agreed);
+  g->ending = (ending_t){ 0 };
 }
 
 void gmi_gathers_forget(gmi_gathers_t *g) {
@@ -101,6 +113,11 @@ void gmi_gathers_close(gmi_gathers_t *g) {
   gmi_gathers_forget(g);
   record_free(&g->record);
   free(g);
+}
+
+gemini_status_t gmi_gathers_may_go_on(const gmi_gathers_t *g) {
+  if (!g->ending.posted && !g->ending.done) return GEMINI_OK;
+  return gmi_fail(GEMINI_ERR_STATE, 0, "the iteration has begun to end: call gemini_iteration_end() again");
 }
 
 bool gmi_gathers_follow(const gmi_gathers_t *g, uint32_t group) {
@@ -300,33 +317,52 @@ static uint64_t plan_digest(const group_plan_t *p, uint32_t op_count) {
 
 /* Tells the other ranks of each group what the iteration has done. kind: that it followed to its end; or NULL, then
  * the groups of `fresh` get their journals. */
-static gemini_status_t post(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, const kind_t *kind,
+static gemini_status_t post(gmi_manager_t *m, gmi_gathers_t *g, const gmi_trace_t *trace, const kind_t *kind,
                             kind_t *fresh) {
+  const record_t *r = &g->record;
   gemini_status_t status = GEMINI_OK;
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    gmi_group_t *g = gmi_group_at(m, i);
-    if (!g || !g->arenas || g->gather.ranks == 1) continue;
+    gmi_group_t *group = gmi_group_at(m, i);
+    if (!group || !group->arenas || group->gather.ranks == 1) continue;
     gmi_journal_t *j = kind ? kind->groups[i].journal : journal_make(m, r, trace, i);
     if (!j) return no_memory(r);
     if (!kind) fresh->groups[i].journal = j;
-    if (j->op_count || g->queued.gathers)
-      status = gmi_group_check_post(m, g, j, kind ? plan_digest(&kind->groups[i], r->op_count) : 0);
+    if (g->ending.posted >> i & 1) continue;
+    if (j->op_count || group->queued.gathers)
+      status = gmi_group_check_post(m, group, j, kind ? plan_digest(&kind->groups[i], r->op_count) : 0);
+    if (!status) g->ending.posted |= 1U << i;
   }
   return status;
 }
 
 /* ---- a new kind */
-/* Each value becomes the least of all ranks', or with most the largest. */
-static gemini_status_t agree(gmi_manager_t *m, const record_t *r, uint32_t group, uint64_t *values, uint32_t count,
+/* Of the iteration that ends. */
+static const record_t *record_of(const gmi_gathers_t *g) {
+  return g->ended != GMI_NONE && g->ended_new ? &g->kinds[g->ended].record : &g->record;
+}
+
+/* Each value becomes the least of all ranks', or with most the largest. An earlier call of the same end that agreed on
+ * these values gives its results. */
+static gemini_status_t agree(gmi_manager_t *m, gmi_gathers_t *g, uint32_t group, uint64_t *values, uint32_t count,
                              bool most, const char *label) {
-  gmi_group_t *g = gmi_group_at(m, group);
-  uint64_t *all = calloc(g->gather.ranks, (count + 1) * sizeof *all);
-  gemini_status_t status = all ? GEMINI_OK : no_memory(r);
-  if (!status) status = gmi_group_exchange_locked(m, g, values, count * sizeof *values, all, label);
-  for (uint64_t i = 0; !status && i < (uint64_t)g->gather.ranks * count; i++)
-    if (most ? all[i] > values[i % count] : all[i] < values[i % count]) values[i % count] = all[i];
-  free(all);
-  return status;
+  gmi_group_t *ranks = gmi_group_at(m, group);
+  ending_t *e = &g->ending;
+  if (e->next == e->count) {
+    uint64_t *all = calloc(ranks->gather.ranks, (count + 1) * sizeof *all);
+    uint64_t *agreed = realloc(e->agreed, (e->count + count + 1) * sizeof *agreed);
+    if (agreed) e->agreed = agreed;
+    gemini_status_t status = all && agreed ? GEMINI_OK : no_memory(record_of(g));
+    if (!status) status = gmi_group_exchange_locked(m, ranks, values, count * sizeof *values, all, label);
+    for (uint64_t i = 0; !status && i < (uint64_t)ranks->gather.ranks * count; i++)
+      if (most ? all[i] > values[i % count] : all[i] < values[i % count]) values[i % count] = all[i];
+    free(all);
+    if (status) return status;
+    memcpy(e->agreed + e->count, values, count * sizeof *values);
+    e->count += count;
+  }
+  memcpy(values, e->agreed + e->next, count * sizeof *values);
+  e->next += count;
+  return GEMINI_OK;
 }
 
 /* The uses of one group's chunks, numbered from 0, as the policy wants them. */
@@ -440,13 +476,14 @@ static uint64_t frames_of(gmi_manager_t *m, const record_t *r, const gmi_trace_t
 }
 
 /* Makes the group's plan for a share, of which all ranks have as many frames. */
-static gemini_status_t plan_share(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, numbered_t *groups,
+static gemini_status_t plan_share(gmi_manager_t *m, gmi_gathers_t *g, const gmi_trace_t *trace, numbered_t *groups,
                                   uint32_t group, uint32_t share, gmi_gather_plan_t *plan_out) {
+  const record_t *r = record_of(g);
   numbered_t *n = &groups[group];
   uint64_t *frames = calloc((uint64_t)r->op_count + 1, sizeof *frames);
   if (!frames) return no_memory(r);
   for (uint32_t op = 0; op < r->op_count; op++) frames[op] = frames_of(m, r, trace, groups, group, op, share);
-  gemini_status_t status = agree(m, r, group, frames, r->op_count, false, "frames for gathers");
+  gemini_status_t status = agree(m, g, group, frames, r->op_count, false, "frames for gathers");
   for (uint32_t op = 0; op < r->op_count; op++) n->frames[op] = (uint32_t)frames[op];
   free(frames);
   if (!status && gmi_gather_plan_make(&n->input, plan_out)) status = no_memory(r);
@@ -540,7 +577,7 @@ static void end_on_demand(gmi_manager_t *m, lister_t *l, const group_plan_t *p) 
 gemini_status_t gmi_gathers_list(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
   if (g->ended == GMI_NONE) return GEMINI_OK;
   const kind_t *kind = &g->kinds[g->ended];
-  const record_t *r = g->ended_new ? &kind->record : &g->record;
+  const record_t *r = record_of(g);
   lister_t listers[GMI_GROUPS] = { 0 };
   bool listed = true;
   trace->gather_count = 0;
@@ -576,12 +613,12 @@ static void numbers_free(numbered_t *n) {
   for (uint32_t i = 0; i < GMI_GROUPS; i++) numbered_free(&n[i]);
 }
 
-static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, kind_t *kind) {
+static gemini_status_t plan_groups(gmi_manager_t *m, gmi_gathers_t *g, const gmi_trace_t *trace, kind_t *kind) {
   numbered_t n[GMI_GROUPS] = { 0 };
-  gemini_status_t status = number_groups(m, r, n);
+  gemini_status_t status = number_groups(m, record_of(g), n);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
     if (!n[i].own || !n[i].input.chunk_count) continue;
-    status = plan_share(m, r, trace, n, i, HALF, &kind->groups[i].plan);
+    status = plan_share(m, g, trace, n, i, HALF, &kind->groups[i].plan);
     kind->groups[i].chunks = n[i].chunks;
     kind->groups[i].chunk_count = n[i].input.chunk_count;
     n[i].chunks = NULL;
@@ -591,17 +628,17 @@ static gemini_status_t plan_groups(gmi_manager_t *m, const record_t *r, const gm
 }
 
 /* The ranks of each group agree on the times of a chunk's gather and sum. */
-static gemini_status_t agree_on_links(gmi_manager_t *m, const record_t *r) {
+static gemini_status_t agree_on_links(gmi_manager_t *m, gmi_gathers_t *g) {
   gemini_status_t status = GEMINI_OK;
   gmi_reap(m);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    gmi_group_t *g = gmi_group_at(m, i);
-    if (!g || !g->arenas) continue;
-    uint64_t times[2] = { g->gathers.shortest_ns, g->sums.shortest_ns };
-    status = agree(m, r, i, times, 2, true, "times of gathers and sums");
+    gmi_group_t *group = gmi_group_at(m, i);
+    if (!group || !group->arenas) continue;
+    uint64_t times[2] = { group->gathers.shortest_ns, group->sums.shortest_ns };
+    status = agree(m, g, i, times, 2, true, "times of gathers and sums");
     if (status) break;
-    g->gathers.agreed_ns = times[0];
-    g->sums.agreed_ns = times[1];
+    group->gathers.agreed_ns = times[0];
+    group->sums.agreed_ns = times[1];
   }
   return status;
 }
@@ -611,9 +648,9 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   for (uint32_t i = 1; i < KINDS; i++)
     if (g->kinds[oldest].used && (!g->kinds[i].used || g->kinds[i].last_used < g->kinds[oldest].last_used)) oldest = i;
   kind_t *kind = &g->kinds[oldest], made = { .used = true, .last_used = g->iterations, .runs = 1 };
-  gemini_status_t status = post(m, &g->record, trace, NULL, &made);
-  if (!status) status = plan_groups(m, &g->record, trace, &made); /* behind the comparison of what was posted */
-  if (!status) status = agree_on_links(m, &g->record);
+  gemini_status_t status = post(m, g, trace, NULL, &made);
+  if (!status) status = plan_groups(m, g, trace, &made); /* behind the comparison of what was posted */
+  if (!status) status = agree_on_links(m, g);
   if (status) {
     kind_clear(&made);
     return status;
@@ -628,23 +665,33 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
-  if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
-  g->iterations++;
-  g->ended = GMI_NONE;
-  if (!g->record.op_count) return GEMINI_OK;
+static gemini_status_t end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
   uint32_t index = agreeing(g);
   if (index == GMI_NONE || g->kinds[index].record.op_count != g->record.op_count) return kind_make(m, g, trace);
   kind_t *kind = &g->kinds[index];
-  gemini_status_t status = post(m, &g->record, trace, kind, NULL);
-  if (status) return status;
-  kind->last_used = g->iterations;
+  gemini_status_t status = post(m, g, trace, kind, NULL);
   /* Times of the first iteration include one-off costs, as those of copies do. */
-  if (++kind->runs == GMI_SETTLE_RUNS + 1) status = agree_on_links(m, &g->record);
+  if (!status && kind->runs == GMI_SETTLE_RUNS) status = agree_on_links(m, g);
   if (status) return status;
+  kind->runs++;
+  kind->last_used = g->iterations;
   g->ended = index;
   g->ended_new = false;
   fill_gathered(kind, &g->record, trace);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
+  if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
+  if (g->ending.done) return GEMINI_OK;
+  g->iterations++;
+  g->ended = GMI_NONE;
+  if (!g->record.op_count) return GEMINI_OK;
+  g->ending.next = 0;
+  gemini_status_t status = end(m, g, trace);
+  if (status) return status;
+  g->ending.done = true;
+  g->ending.count = 0;
   return GEMINI_OK;
 }
 
@@ -664,9 +711,9 @@ bool gmi_gathers_choice_due(gmi_manager_t *m, const gmi_gathers_t *g) {
 }
 
 /* The predicted step if the group's gathers are so planned; UINT64_MAX: no plan can be made, or there is no memory. */
-static uint64_t predict(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, gmi_trace_t *trace) {
+static uint64_t predict(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
   gmi_plan_bundle_t bundle;
-  fill_gathered(&g->kinds[g->ended], r, trace);
+  fill_gathered(&g->kinds[g->ended], record_of(g), trace);
   if (gmi_gathers_list(m, g, trace) || gmi_plan_bundle_make(m, trace, m->cut.chunk_shift, &bundle)) return UINT64_MAX;
   const uint64_t predicted_ns = bundle.plan.predicted_ns;
   gmi_plan_bundle_free(&bundle);
@@ -675,20 +722,19 @@ static uint64_t predict(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, g
 
 /* Of the shares, takes the one with the shortest step on the rank where that is longest; of equals the largest, which
  * gathers least. Where no plan can be made, half. */
-static gemini_status_t choose(gmi_manager_t *m, gmi_gathers_t *g, const record_t *r, numbered_t *n, uint32_t group,
-                              gmi_trace_t *trace) {
+static gemini_status_t choose(gmi_manager_t *m, gmi_gathers_t *g, numbered_t *n, uint32_t group, gmi_trace_t *trace) {
   gmi_gather_plan_t plans[SHARES] = { 0 }, *plan = &g->kinds[g->ended].groups[group].plan, before = *plan;
   uint64_t predicted_ns[SHARES];
   uint32_t best = HALF;
   gemini_status_t status = GEMINI_OK;
   for (uint32_t k = 0; !status && k < SHARES; k++) {
-    status = plan_share(m, r, trace, n, group, k, &plans[k]);
+    status = plan_share(m, g, trace, n, group, k, &plans[k]);
     if (status) break;
     *plan = plans[k];
-    predicted_ns[k] = predict(m, g, r, trace);
+    predicted_ns[k] = predict(m, g, trace);
   }
   *plan = before;
-  if (!status) status = agree(m, r, group, predicted_ns, SHARES, true, "predicted steps");
+  if (!status) status = agree(m, g, group, predicted_ns, SHARES, true, "predicted steps");
   for (uint32_t k = SHARES; !status && k-- > 0;)
     if (predicted_ns[k] < predicted_ns[best] ||
         (predicted_ns[k] == predicted_ns[best] && k > best && predicted_ns[k] != UINT64_MAX))
@@ -705,12 +751,12 @@ static gemini_status_t choose(gmi_manager_t *m, gmi_gathers_t *g, const record_t
 }
 
 gemini_status_t gmi_gathers_choose(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
-  const record_t *r = g->ended_new ? &g->kinds[g->ended].record : &g->record;
+  const record_t *r = record_of(g);
   numbered_t n[GMI_GROUPS] = { 0 };
+  g->ending.next = 0;
   gemini_status_t status = number_groups(m, r, n);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
-    if (n[i].own && g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i))
-      status = choose(m, g, r, n, i, trace);
+    if (n[i].own && g->kinds[g->ended].groups[i].plan.event_first && is_auto(m, i)) status = choose(m, g, n, i, trace);
   numbers_free(n);
   fill_gathered(&g->kinds[g->ended], r, trace);
   return status;

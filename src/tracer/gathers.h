@@ -26,8 +26,12 @@ gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, co
 void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
 /* At the end of an iteration. Posts it, for the ranks to compare (chunk/group_check.h). After one of a new kind, agrees
  * with the other ranks on frames, and blocks. trace: of the iteration; gets the frames that gathered parameters take
- * from now on in each of its operators. PEER: another rank has used other chunks, in this iteration or the last one. */
+ * from now on in each of its operators. PEER: another rank has used other chunks, in this iteration or the last one.
+ * BUSY, OOM_SYSTEM: the call can be repeated. What it and gmi_gathers_choose() have done together with other ranks is
+ * not done again, as they do not repeat it. */
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, struct gmi_gathers *g, gmi_trace_t *trace);
+/* STATE: another rank may know of the iteration's end already, so no operator may be added to it. */
+gemini_status_t gmi_gathers_may_go_on(const struct gmi_gathers *g);
 /* After gmi_gathers_end(): is it time to choose how many frames hold what the iteration's kind gathers, as an arena is
  * GEMINI_ZERO_AUTO? If so, all ranks of its group choose. trace: of the iteration, with its times; as of
  * gmi_gathers_end(). Blocks. */

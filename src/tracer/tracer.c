@@ -216,6 +216,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (!length || length > NAME_LIMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
   status = gmi_stream_resolve(m, stream, &s);
+  if (!status) status = gmi_gathers_may_go_on(t->gathers);
   if (!status) status = gmi_gathered_leave(m, false);
   if (status) return status;
   variant_t *v = gmi_tracer_active_variant(t);

@@ -230,24 +230,35 @@ static void table_abort(void *user, const char *why) {
   atomic_store_explicit(&u->area->over, true, memory_order_release);
 }
 
-/* What a rank gives to gemini_group_open(); areas: shared by the ranks. */
-static gemini_group_config_t config_of_tables(area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
-                                              uint64_t fail_at) {
-  static table_user_t users[GEMINI_GROUP_COMMS];
-  static gemini_comm_t tables[GEMINI_GROUP_COMMS];
-  static const gemini_comm_t *const comms[] = { &tables[0], &tables[1], &tables[2] };
+/* The tables of one group in a rank. */
+typedef struct {
+  table_user_t users[GEMINI_GROUP_COMMS];
+  gemini_comm_t tables[GEMINI_GROUP_COMMS];
+  const gemini_comm_t *comms[GEMINI_GROUP_COMMS];
+} tables_of_t;
+/* Makes the tables, and returns what a rank gives to gemini_group_open(); areas: shared by the ranks. */
+static gemini_group_config_t config_over(tables_of_t *t, area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
+                                         uint64_t fail_at) {
   for (uint32_t i = 0; i < GEMINI_GROUP_COMMS; i++) {
-    users[i] = (table_user_t){ &areas[i], rank, ranks, 0, 0, i == table ? fail_at : 0 };
-    tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
-    tables[i].user = &users[i];
-    if (i == 0) tables[i].all_gather = table_gather, tables[i].broadcast = table_broadcast;
-    if (i == 1) tables[i].reduce_scatter = table_scatter, tables[i].all_reduce = table_reduce;
-    if (i == 2) tables[i].exchange = table_exchange;
-    tables[i].abort = table_abort;
+    t->users[i] = (table_user_t){ &areas[i], rank, ranks, 0, 0, i == table ? fail_at : 0 };
+    t->tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
+    t->tables[i].user = &t->users[i];
+    if (i == 0) t->tables[i].all_gather = table_gather, t->tables[i].broadcast = table_broadcast;
+    if (i == 1) t->tables[i].reduce_scatter = table_scatter, t->tables[i].all_reduce = table_reduce;
+    if (i == 2) t->tables[i].exchange = table_exchange;
+    t->tables[i].abort = table_abort;
+    t->comms[i] = &t->tables[i];
   }
   gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
-  c.comms = comms;
+  c.rank = rank;
+  c.ranks = ranks;
+  c.comms = t->comms;
   return c;
+}
+static gemini_group_config_t config_of_tables(area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
+                                              uint64_t fail_at) {
+  static tables_of_t tables;
+  return config_over(&tables, areas, rank, ranks, table, fail_at);
 }
 static area_t *areas_make(void) {
   void *areas =
@@ -482,6 +493,86 @@ static void test_the_librarys_exchange_does_not_overlap_the_callers(void) {
   areas_end(areas);
 }
 
+/* ---- two groups */
+/* A rank whose manager has two groups, each with parameters of its own that every operator gathers. */
+enum { PAIR = 2, PAIR_CHUNKS = 4, PAIR_STEPS = 6 };
+typedef struct {
+  world_t w;
+  tables_of_t tables[PAIR];
+  gemini_group_t group[PAIR];
+  gemini_tensor_t param[PAIR];
+} pair_t;
+static void pair_open(pair_t *p, area_t *const areas[PAIR], uint32_t rank) {
+  p->w = world_open(world_config(16, 64, 0));
+  for (uint32_t g = 0; g < PAIR; g++) {
+    gemini_group_config_t config = config_over(&p->tables[g], areas[g], rank, 2, 0, 0);
+    CHECK_OK(gemini_group_open(p->w.mgr, &config, &p->group[g]));
+    gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+    gemini_arena_t arena;
+    c.element_bytes = 4;
+    c.group = p->group[g];
+    c.zero_stage = g ? GEMINI_ZERO_AUTO : GEMINI_ZERO_PARAMS;
+    CHECK_OK(gemini_arena_create(p->w.mgr, &c, &arena));
+    p->param[g] = world_tensor(&p->w, arena, g ? "second" : "first", PAIR_CHUNKS * WORLD_CHUNK);
+  }
+}
+static gemini_status_t pair_op(pair_t *p, const char *name) {
+  gemini_status_t status = gemini_op_begin(p->w.mgr, name, p->w.stream);
+  for (uint32_t g = 0; !status && g < PAIR; g++) {
+    gemini_access_t use = world_whole(p->param[g], GEMINI_READ, DEVICE);
+    status = gemini_acquire(p->w.mgr, &use, 1, GEMINI_STREAM_CALLER);
+    if (!status) status = gemini_release(p->w.mgr, &use, 1, GEMINI_STREAM_CALLER);
+  }
+  return status ? status : gemini_op_end(p->w.mgr);
+}
+/* Ends the iteration while another thread's exchange of the second group is under way on rank 0. Rank 1 takes part in
+ * that when rank 0 has been refused. */
+static void pair_end(pair_t *p, area_t *area, uint32_t rank) {
+  uint8_t byte = 9, bytes[2];
+  if (rank) {
+    while (!atomic_load(&area->over)) sched_yield();
+    atomic_store(&area->over, false);
+    CHECK_OK(gemini_group_exchange(p->w.mgr, p->group[1], &byte, 1, bytes));
+    CHECK_OK(gemini_iteration_end(p->w.mgr));
+    return;
+  }
+  exchange_t x = { p->w.mgr, p->group[1] };
+  pthread_t thread;
+  const table_user_t *exchanges = &p->tables[1].users[2];
+  const uint64_t meetings = atomic_load(&exchanges->area->arrived[0]);
+  CHECK(!pthread_create(&thread, NULL, exchange_main, &x));
+  while (atomic_load(&exchanges->area->arrived[0]) == meetings) sched_yield();
+  for (int i = 0; i < 2; i++) {
+    CHECK_STATUS(gemini_iteration_end(p->w.mgr), GEMINI_ERR_BUSY);
+    CHECK_SAYS(world_error().message, "another thread's exchange");
+  }
+  CHECK_STATUS(gemini_op_begin(p->w.mgr, "late", p->w.stream), GEMINI_ERR_STATE);
+  CHECK_SAYS(world_error().message, "has begun to end");
+  atomic_store(&area->over, true);
+  CHECK(!pthread_join(thread, NULL));
+  CHECK_OK(gemini_iteration_end(p->w.mgr));
+}
+/* The first group has been told of the iteration by then. It must not be told again. */
+static void test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood(void) {
+  static pair_t p;
+  area_t *areas[PAIR] = { areas_make(), areas_make() }, *signal = areas_make();
+  pid_t child = fork_child();
+  const uint32_t rank = !child;
+  pair_open(&p, areas, rank);
+  for (int i = 0; i < PAIR_STEPS; i++) {
+    CHECK_OK(gemini_iteration_begin(p.w.mgr));
+    CHECK_OK(pair_op(&p, "forward"));
+    CHECK_OK(pair_op(&p, i % 4 ? "backward" : "another")); /* of a new kind, and of a known one */
+    pair_end(&p, signal, rank);
+  }
+  CHECK_EQ(world_stats(&p.w).iterations, PAIR_STEPS);
+  world_close(&p.w);
+  if (!child) exit(0);
+  fork_expect_end(child);
+  for (int g = 0; g < PAIR; g++) areas_end(areas[g]);
+  areas_end(signal);
+}
+
 int main(void) {
   process_begin();
   RUN(test_training_has_the_bits_of_the_model);
@@ -493,5 +584,6 @@ int main(void) {
   RUN(test_training_over_functions_of_the_caller);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
+  RUN(test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood);
   return check_done();
 }

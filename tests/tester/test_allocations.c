@@ -3,8 +3,10 @@
  * SPDX-License-Identifier: Apache-2.0 */
 #include <errno.h>
 
+#include "../fork.h"
 #include "../integration/world.h"
 #include "faults.h"
+#include "gemini/group.h"
 
 #define W WORLD_CHUNK
 enum { DEVICE = GEMINI_TIER_DEVICE };
@@ -235,6 +237,77 @@ static void test_open_of_checkpoint_files_that_fail_is_io(void) {
   CHECK_EQ(rmdir(dir), 0);
 }
 
+/* A rank with two groups, each with parameters of its own. */
+enum { GROUPS = 2 };
+typedef struct {
+  world_t w;
+  gemini_group_t group[GROUPS];
+  gemini_tensor_t param[GROUPS];
+} rank_t;
+static rank_t rank_open(const gemini_group_id_t ids[GROUPS], uint32_t rank) {
+  rank_t k = { .w = world_open(world_config(16, 64, 0)) };
+  for (uint32_t g = 0; g < GROUPS; g++) {
+    gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+    group.id = &ids[g];
+    group.rank = rank;
+    group.ranks = 2;
+    group.deadline_ns = UINT64_C(60000000000);
+    CHECK_OK(gemini_group_open(k.w.mgr, &group, &k.group[g]));
+    gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+    gemini_arena_t arena;
+    c.element_bytes = 4;
+    c.group = k.group[g];
+    c.zero_stage = GEMINI_ZERO_AUTO;
+    CHECK_OK(gemini_arena_create(k.w.mgr, &c, &arena));
+    k.param[g] = world_tensor(&k.w, arena, g ? "second" : "first", 2 * W);
+  }
+  return k;
+}
+/* An iteration with an operator for each group. Its end lacks the memory of allocation `skip`, if that is not NEVER, and
+ * is repeated unless the iteration has ended all the same. Returns whether memory lacked. */
+#define NEVER UINT64_MAX
+static bool rank_iterate(const rank_t *k, uint64_t kind, uint64_t skip) {
+  char name[32];
+  snprintf(name, sizeof name, "operator of kind %d", (int)kind);
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (int g = 0; g < GROUPS; g++) {
+    gemini_access_t use = world_whole(k->param[g], GEMINI_READ, DEVICE);
+    CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+    CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_op_end(k->w.mgr));
+  }
+  const uint64_t before = world_stats(&k->w).iterations;
+  gemini_status_t status;
+  const bool failed = WITH_FAILURE(skip, status, gemini_iteration_end(k->w.mgr));
+  if (!status) return failed;
+  check_refused("gemini_iteration_end", status);
+  if (world_stats(&k->w).iterations == before) CHECK_OK(gemini_iteration_end(k->w.mgr));
+  CHECK_EQ(world_stats(&k->w).iterations, before + 1);
+  return true;
+}
+/* Whatever memory the end of an iteration lacks on one rank, it can be repeated, and the ranks stay in step: in the
+ * first iteration of a kind, for which they agree on frames, and in those in which they agree on times and on ZERO_AUTO.
+ * Otherwise the ranks find different calls, or wait for each other until the deadline. */
+static void test_end_of_iteration_without_memory_can_be_repeated(void) {
+  gemini_group_id_t ids[GROUPS];
+  for (int g = 0; g < GROUPS; g++) CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &ids[g]));
+  pid_t child = fork_child();
+  rank_t k = rank_open(ids, !child);
+  uint64_t kind = 0, skip = 0;
+  for (uint8_t goes_on = 1, all[2]; goes_on; kind++) { /* plans make thousands of allocations: some of those */
+    goes_on = 0;
+    for (int i = 0; i < 4; i++) goes_on |= rank_iterate(&k, kind, child ? skip : NEVER);
+    skip += 1 + skip / 32;
+    CHECK_OK(gemini_group_exchange(k.w.mgr, k.group[0], &goes_on, 1, all));
+    goes_on = all[0];
+  }
+  CHECK(kind > 100);
+  world_close(&k.w);
+  if (!child) exit(0);
+  fork_expect_end(child);
+}
+
 int main(void) {
   RUN(test_register_without_memory_takes_nothing_of_the_arena);
   RUN(test_host_alloc_without_memory_takes_no_slots);
@@ -243,5 +316,6 @@ int main(void) {
   RUN(test_budget_that_two_plans_refuse_tells_of_one);
   RUN(test_timeline_without_memory_for_a_name_counts_the_slice_as_lost);
   RUN(test_open_of_checkpoint_files_that_fail_is_io);
+  RUN(test_end_of_iteration_without_memory_can_be_repeated);
   return check_done();
 }

@@ -695,7 +695,8 @@ class Manager:
 
         Raises:
             GeminiError: Status "OOM_DEVICE": an operator's working set does not fit on the device. The iteration has
-                ended, and the next ones run without a plan.
+                ended, and the next ones run without a plan. Status "BUSY": arenas are sharded, and another thread
+                exchanges values of their ranks. The iteration is open: end it again.
         """
         self.lib.iteration_end(self.handle)
 
