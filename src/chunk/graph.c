@@ -551,12 +551,29 @@ static gemini_status_t enter_check(gmi_manager_t *m, const gmi_graph_t *g) {
   return status;
 }
 
+/* Queues the updates of the graph's chunks that were left to later callers, before a ring frame is mapped: beside a
+ * piece, a plan may fetch any chunk, also one of the graph's that no update is left of. Callbacks run without the lock
+ * meanwhile, so the conditions are checked again. */
+static gemini_status_t queue_updates(gmi_manager_t *m, const gmi_graph_t *g) {
+  gemini_status_t status = GEMINI_OK;
+  for (bool queued = true; !status && queued;) {
+    queued = false;
+    for (uint32_t i = 0; !status && i < g->part_count; i++) {
+      if (g->parts[i].ring_index == GMI_NONE || !gmi_chunk_deferred(g->parts[i].chunk)) continue;
+      queued = true;
+      status = gmi_updates_queue(m, g->parts[i].chunk);
+    }
+    if (!status && queued) status = enter_check(m, g);
+  }
+  return status;
+}
+
 /* Brings the chunk's newest bytes to its slot and maps its ring frame at its address, in time for what is queued on the
- * stream next. */
+ * stream next. No update of it is left. */
 static gemini_status_t part_ready(gmi_manager_t *m, const gmi_graph_t *g, const part_t *p, uint32_t stream) {
   gmi_chunk_t *c = p->chunk;
-  gemini_status_t status = gmi_chunk_deferred(c) ? gmi_updates_queue(m, c) : GEMINI_OK;
-  if (!status && (!gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_is_resident(c) || gmi_chunk_io(c)))
+  gemini_status_t status = GEMINI_OK;
+  if (!gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_is_resident(c) || gmi_chunk_io(c))
     status = gmi_chunk_to_host(m, c, true, GEMINI_REASON_DEMAND);
   /* Wait for a read from a file here, as gmi_chunk_fetch() does: the graph's copy cannot be withdrawn. */
   if (!status && (gmi_chunk_io(c) || gmi_chunk_failed_read(c))) status = gmi_chunk_settle_host(m, c);
@@ -575,6 +592,7 @@ static gemini_status_t graph_enter(gmi_manager_t *m, gemini_graph_t handle, gemi
   if (!status && s == GMI_CALLER)
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "a graph is launched on a stream, not on GEMINI_STREAM_CALLER");
   if (!status) status = enter_check(m, g);
+  if (!status) status = queue_updates(m, g);
   for (uint32_t i = 0; !status && i < g->part_count; i++)
     if (g->parts[i].ring_index != GMI_NONE) status = part_ready(m, g, &g->parts[i], s);
   for (uint32_t i = 0; !status && i < g->ring_count; i++) /* the frames' owners before this graph */

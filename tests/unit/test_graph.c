@@ -18,11 +18,13 @@ static const gmi_cuda_driver_t *driver;
 static cu_context_t context;
 static struct cu_stream *native; /* of the world's stream */
 static gemini_arena_t arena;
-static const char *lacking; /* of the driver's functions */
+static const char *lacking;  /* of the driver's functions */
+static uint32_t queue_limit; /* of the driver's queues; 0: the default */
 
 static world_t start_with(gemini_config_t c, uint64_t chunks) {
   fake_cuda_reset();
   fake_cuda.lacking_symbol = lacking;
+  if (queue_limit) fake_cuda.queue_limit = queue_limit;
   gmi_cuda_driver_replace(fake_cuda_symbol);
   CHECK(driver = gmi_cuda_driver());
   CHECK_EQ(driver->init(0), CU_SUCCESS);
@@ -1010,6 +1012,128 @@ static void test_graph_and_work_on_the_host_wait_for_each_other(void) {
   finish(&w);
 }
 
+/* ---- updates that were left to later callers, and are queued when a graph is entered */
+enum { FIRST, UPDATED, FILL = UPDATED + 2, OTHERS, OTHER_COUNT = 6, LEFT_CHUNKS = OTHERS + OTHER_COUNT };
+static gemini_arena_t masters;
+static uint8_t scratch[W];
+
+/* Takes as long as several copies of a chunk, however slow the machine is, so that they are planned beside it. */
+static void add_slowly(void *user) {
+  gemini_update_span_t *span = user;
+  usleep(30000);
+  for (int i = 0; i < 16; i++) memcpy(scratch, span->ptr[0], W);
+  add_one(NULL, span);
+  free(span);
+}
+static void add_where_it_is(void *user, const gemini_update_span_t *span) {
+  const world_t *w = user;
+  if (span->tier == HOST) {
+    add_one(NULL, span);
+    return;
+  }
+  gemini_update_span_t *copy = malloc(sizeof *copy);
+  *copy = *span;
+  CHECK_OK(gemini_stream_call(w->mgr, span->stream, add_slowly, copy));
+}
+static void left_op(const world_t *w, const char *name, uint64_t first, uint64_t count, uint64_t memory) {
+  gemini_access_t a = chunk_of(arena, first, count, READ, DEVICE);
+  void *ptr = NULL;
+  CHECK_OK(gemini_op_begin(w->mgr, name, w->stream));
+  if (memory) CHECK_OK(gemini_alloc(w->mgr, memory * W, w->stream, &ptr));
+  if (memory) CHECK_OK(gemini_free(w->mgr, ptr, w->stream));
+  if (count) CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
+  if (count) CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
+  CHECK_OK(gemini_op_end(w->mgr));
+}
+/* Copies to the device that wait for a stream that is held: more than the library lets be behind each other. */
+static void fill_link(const world_t *w, gemini_stream_t held) {
+  for (int i = 0; i < 140; i++) {
+    gemini_access_t a = chunk_of(arena, FILL, 1, READ, DEVICE), away = chunk_of(arena, FILL, 1, READ, HOST);
+    CHECK_OK(gemini_acquire(w->mgr, &a, 1, held));
+    CHECK_OK(gemini_release(w->mgr, &a, 1, held));
+    CHECK_OK(gemini_move(w->mgr, &away, 1));
+  }
+}
+/* While the memory of an operator lacks, the first operator's chunk is away. It comes back beside the update's pieces.
+ * held: a stream for which the link waits when the update comes, or NULL. */
+static void left_iteration(world_t *w, uint64_t *values, gemini_stream_t held) {
+  const gemini_arena_t arenas[] = { arena, masters };
+  const uint32_t modes[] = { READ_WRITE, READ_WRITE };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.first_element = UPDATED * (W / 2);
+  u.element_count = 2 * (W / 2);
+  u.flags = GEMINI_UPDATE_LATE;
+  u.fn = add_where_it_is;
+  u.user = w;
+  u.stream = w->stream;
+  CHECK_OK(gemini_iteration_begin(w->mgr));
+  left_op(w, "first", FIRST, 1, 0);
+  left_op(w, "memory", 0, 0, 2);
+  left_op(w, "second", UPDATED, 2, 0);
+  if (held) fill_link(w, held);
+  CHECK_OK(gemini_update(w->mgr, &u));
+  if (!held) CHECK_OK(gemini_update_wait(w->mgr)); /* its time is known to the next plan */
+  CHECK_OK(gemini_iteration_end(w->mgr));
+  for (int i = 0; i < 2; i++) values[UPDATED + i]++;
+}
+static uint64_t on_device(const world_t *w, uint64_t i) {
+  gemini_access_t a = chunk_of(arena, i, 1, READ, DEVICE);
+  uint64_t bytes[GEMINI_TIER_COUNT];
+  CHECK_OK(gemini_tier_bytes(w->mgr, &a, bytes));
+  return bytes[DEVICE];
+}
+/* A piece that is queued there has the plan fetch another chunk of the graph, of which no update was left. Its address
+ * must map its ring frame all the same: copies of the replay would go to whoever has the other frame then. */
+static void test_graph_enter_queues_what_was_left_before_it_maps_frames(void) {
+  gemini_config_t c = config(6 + 2, 2 * LEFT_CHUNKS + 4, 0);
+  c.placement = GEMINI_PLACEMENT_CUDA;
+  queue_limit = 1 << 14;
+  world_t w = start_with(c, LEFT_CHUNKS);
+  queue_limit = 0;
+  masters = world_arena(&w, GEMINI_KIND_MASTER, 2, "m", arena, 0);
+  uint64_t values[LEFT_CHUNKS];
+  for (uint64_t i = 0; i < LEFT_CHUNKS; i++) set_on_host(&w, i, values[i] = 1000 * (i + 1));
+  graph_t g;
+  graph_begin(&w, &g, 2, 4);
+  capture_op(&w, &g, FIRST, 1);
+  capture_op(&w, &g, UPDATED, 2);
+  graph_end(&w, &g);
+  for (int i = 0; i < 5; i++) left_iteration(&w, values, NULL);
+  CHECK_EQ(on_device(&w, FIRST), W); /* the plan has brought it beside a piece */
+  gemini_stream_t held;
+  void *held_native;
+  CHECK_OK(gemini_stream_create(w.mgr, &held));
+  CHECK_OK(gemini_stream_native(w.mgr, held, &held_native));
+  hold_stream(held_native);
+  left_iteration(&w, values, held);
+  *word = 1;
+  CHECK_EQ(on_device(&w, FIRST), 0);
+  CHECK(world_stats(&w).pending_updates >= 2);
+  CHECK_OK(gemini_graph_enter(w.mgr, g.handle, w.stream));
+  CHECK_EQ(on_device(&w, FIRST), 0);
+  gemini_access_t others = chunk_of(arena, OTHERS, OTHER_COUNT, READ, DEVICE); /* in all frames but the graph's */
+  CHECK_OK(gemini_acquire(w.mgr, &others, 1, w.stream));
+  CHECK_EQ(cuGraphLaunch(g.exec, native), CU_SUCCESS);
+  CHECK_OK(gemini_graph_leave(w.mgr, g.handle));
+  check_seen(&w, &g, values);
+  kernel_t after[OTHER_COUNT];
+  for (uint64_t i = 0; i < OTHER_COUNT; i++) {
+    after[i] = (kernel_t){ (uint8_t *)others.ptr + i * W, OTHERS + i, 0 };
+    CHECK_EQ(driver->host_call(native, look, &after[i]), CU_SUCCESS);
+  }
+  CHECK_OK(gemini_release(w.mgr, &others, 1, w.stream));
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  for (uint64_t i = 0; i < OTHER_COUNT; i++) CHECK_EQ(after[i].seen, values[OTHERS + i]);
+  graph_destroy(&w, &g);
+  CHECK_OK(gemini_stream_destroy(w.mgr, held));
+  CHECK_EQ(driver->host_free((void *)word), CU_SUCCESS);
+  word = NULL;
+  finish(&w);
+}
+
 int main(void) {
   RUN(test_graph_larger_than_its_frames_reads_the_newest_bytes);
   RUN(test_graph_copies_run_beside_kernels);
@@ -1017,6 +1141,7 @@ int main(void) {
   RUN(test_graph_random_replays_are_right);
   RUN(test_graph_running_replay_keeps_writers_waiting);
   RUN(test_graph_enter_waits_on_the_stream_for_updates);
+  RUN(test_graph_enter_queues_what_was_left_before_it_maps_frames);
   RUN(test_graph_replays_keep_their_order_with_other_streams);
   RUN(test_graph_writes_what_was_acquired_before);
   RUN(test_graph_reads_parameters_only_where_there_are_any);
