@@ -2,12 +2,12 @@
  * SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
 
+#include "../update_values.h"
 #include "device/cuda_driver.h"
 #include "update/gemini_update.h"
 #include "world.h"
 
 enum { CAPACITY = 300 * 1024 };
-static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_F16 };
 static const gmi_cuda_driver_t *driver;
 static cu_stream_t stream;
 
@@ -17,10 +17,9 @@ typedef struct state {
   double *sums;
 } state_t;
 
-static uint64_t width(uint32_t dtype) { return dtype == GEMINI_DTYPE_F32 ? 4 : dtype == GEMINI_DTYPE_BLOCK8 ? 1 : 2; }
 static float *at(const state_t *s, int array, uint64_t i) { return (float *)s->arrays[array] + i; }
 static void *low(const state_t *s, int array, uint32_t dtype, uint64_t i) {
-  return (char *)s->arrays[array] + i * width(dtype);
+  return element_at(s->arrays[array], dtype, i);
 }
 /* Page-locked, so that both sides reach it under one address. */
 static state_t state_open(uint64_t count) {
@@ -52,15 +51,11 @@ static void synchronize(void) {
   CHECK_EQ(driver->event_destroy(event), CU_SUCCESS);
 }
 
-/* Of the size that training has; one of 8 is any bits at all: subnormal, infinite, NaN. */
 static void fill(state_t *s, uint64_t count, uint64_t seed) {
   uint64_t random = seed * 2 + 1;
   for (int array = 0; array < ARRAYS; array++) {
     for (uint64_t i = 0; i < count; i++) {
-      uint64_t r = check_random(&random);
-      float value = (array == VARIANCE ? 1e-3f : 0.5f) * (float)(int32_t)(r >> 32) / 2147483648.0f;
-      uint32_t bits = (uint32_t)(r >> 32);
-      if (r % 8) memcpy(&bits, &value, sizeof bits);
+      const uint32_t bits = bits_of(random_float(&random, array == VARIANCE ? 1e-3f : 0.5f, true));
       s->arrays[array][i] = array == VARIANCE ? bits & 0x7fffffff : bits;
     }
   }
@@ -68,17 +63,13 @@ static void fill(state_t *s, uint64_t count, uint64_t seed) {
 static void copy(state_t *to, const state_t *from, uint64_t count) {
   for (int array = 0; array < ARRAYS; array++) memcpy(to->arrays[array], from->arrays[array], count * 4);
 }
-static bool same(const void *a, const void *b, size_t bytes, bool nan) { return memcmp(a, b, bytes) == 0 || nan; }
 static void check_same(const state_t *a, const state_t *b, uint64_t count, uint32_t param_dtype) {
   for (int array = 0; array < ARRAYS; array++) {
     if (!memcmp(a->arrays[array], b->arrays[array], count * 4)) continue;
     CHECK(array != GRAD && (array != PARAM || param_dtype == GEMINI_DTYPE_F32));
-    for (uint64_t i = 0; i < count; i++) {
-      float x = *at(a, array, i), y = *at(b, array, i);
-      CHECK(same(&x, &y, sizeof x, x != x && y != y));
-    }
+    for (uint64_t i = 0; i < count; i++) CHECK(same_float(*at(a, array, i), *at(b, array, i)));
   }
-  CHECK(same(a->sums, b->sums, sizeof(double), a->sums[0] != a->sums[0] && b->sums[0] != b->sums[0]));
+  CHECK(same_double(a->sums[0], b->sums[0]));
 }
 
 static void test_update_on_the_gpu_equals_the_host(void) {
@@ -93,7 +84,7 @@ static void test_update_on_the_gpu_equals_the_host(void) {
     c.step = 1 + i * i;
     c.grad_scale = 0.37;
     uint64_t count = counts[i / 18 % 6], first = firsts[i / 108];
-    bool reused = i % 5 == 0 && width(c.param_dtype) == width(c.grad_dtype), alone = i % 7 == 0;
+    bool reused = i % 5 == 0 && width_of(c.param_dtype) == width_of(c.grad_dtype), alone = i % 7 == 0;
     fill(&start, CAPACITY, i);
     copy(&host, &start, CAPACITY);
     copy(&gpu, &start, CAPACITY);
@@ -110,9 +101,9 @@ static void test_update_on_the_gpu_equals_the_host(void) {
     }
     synchronize();
     if (reused && !alone) { /* compared as parameters, whose NaNs may differ */
-      memcpy(host.arrays[PARAM], host.arrays[GRAD], (first + count) * width(c.grad_dtype));
-      memcpy(gpu.arrays[PARAM], gpu.arrays[GRAD], (first + count) * width(c.grad_dtype));
-      memcpy(gpu.arrays[GRAD], host.arrays[GRAD], (first + count) * width(c.grad_dtype));
+      memcpy(host.arrays[PARAM], host.arrays[GRAD], (first + count) * width_of(c.grad_dtype));
+      memcpy(gpu.arrays[PARAM], gpu.arrays[GRAD], (first + count) * width_of(c.grad_dtype));
+      memcpy(gpu.arrays[GRAD], host.arrays[GRAD], (first + count) * width_of(c.grad_dtype));
     }
     CHECK(count < 1000 || memcmp(host.arrays[MASTER], start.arrays[MASTER], CAPACITY * 4) != 0);
     check_same(&gpu, &host, CAPACITY, c.param_dtype);
@@ -244,11 +235,24 @@ static void test_sgd_on_the_gpu_equals_the_host(void) {
   state_close(&gpu);
 }
 
+/* Bytes of arenas, through the host. */
+static void put(const world_t *w, gemini_access_t a, const void *bytes) {
+  CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  memcpy(a.ptr, bytes, a.size_bytes);
+  CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+}
+static void check_holds(const world_t *w, gemini_access_t a, const void *bytes) {
+  CHECK_OK(gemini_acquire(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK(!memcmp(a.ptr, bytes, a.size_bytes));
+  CHECK_OK(gemini_release(w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+}
+
 /* Arenas that stay on the GPU, updated by a table late, two steps one after the other. */
 enum { CHUNK = 2 << 20, ELEMENTS = (5 << 19) + 100, RANGES = 6 };
 static void walk_over_arenas(uint32_t device, bool sgd) {
   static uint16_t param[ELEMENTS], grad[ELEMENTS];
   static float states[3][ELEMENTS]; /* master, momentum, variance */
+  const void *const arrays[] = { param, grad, states[0], states[1], states[2] };
   static const uint64_t ends[RANGES] = { 1, 777, CHUNK / 2, 2200001, 2200002, UINT64_MAX };
   const uint32_t count = sgd ? 4 : 5, modes[] = { GEMINI_READ_WRITE, GEMINI_READ, 3, 3, 3 };
   gemini_config_t config = world_config(0, 0, 0);
@@ -265,10 +269,7 @@ static void walk_over_arenas(uint32_t device, bool sgd) {
   memset(param, 0, sizeof param), memset(states, 0, sizeof states);
   for (uint32_t i = 0; i < count; i++) {
     gemini_access_t a = world_part(arenas[i], 0, ELEMENTS * (i < 2 ? 2 : 4), GEMINI_WRITE, GEMINI_TIER_HOST);
-    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    if (i == 1) memcpy(a.ptr, grad, sizeof grad);
-    else memset(a.ptr, 0, a.size_bytes);
-    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    put(&w, a, arrays[i]);
     a = world_part(arenas[i], 0, a.size_bytes, 0, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_pin(w.mgr, &a));
   }
@@ -314,9 +315,7 @@ static void walk_over_arenas(uint32_t device, bool sgd) {
     gemini_access_t a = world_part(arenas[i], 0, ELEMENTS * (i < 2 ? 2 : 4), 0, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_unpin(w.mgr, &a));
     a.mode = GEMINI_READ, a.tier = GEMINI_TIER_HOST;
-    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    CHECK(!memcmp(a.ptr, i == 0 ? (void *)param : i == 1 ? (void *)grad : states[i - 2], a.size_bytes));
-    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    check_holds(&w, a, arrays[i]);
   }
   CHECK(param[ELEMENTS - 1] != 0 && param[1] == 0); /* the second range is skipped */
   world_close(&w);
@@ -345,9 +344,7 @@ static void whole_arenas(uint32_t device, bool sgd) {
   for (uint64_t i = 0; i < ELEMENTS; i++) grad[i] = (float)(check_random(&random) % 1000) - 500;
   memset(states, 0, sizeof states);
   gemini_access_t a = gemini_address_access(first, sizeof grad, GEMINI_WRITE, GEMINI_TIER_HOST);
-  CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  memcpy(a.ptr, grad, sizeof grad);
-  CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  put(&w, a, grad);
   for (uint32_t i = 0; i < count; i++) {
     a = world_part(arenas[i], 0, CHUNK, 0, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_pin(w.mgr, &a));
@@ -372,9 +369,7 @@ static void whole_arenas(uint32_t device, bool sgd) {
     a = world_part(arenas[i], 0, CHUNK, 0, GEMINI_TIER_DEVICE);
     CHECK_OK(gemini_unpin(w.mgr, &a));
     a = world_part(arenas[i], 0, sizeof grad, GEMINI_READ, GEMINI_TIER_HOST);
-    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-    CHECK(!memcmp(a.ptr, states[i - 1], sizeof grad));
-    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    check_holds(&w, a, states[i - 1]);
   }
   world_close(&w);
 }

@@ -1,14 +1,12 @@
 /* What the source of the GPU's kernels of AdamW computes, against plain C, to the bit: the source is compiled for the host.
  * What a GPU makes of it is for test_update_gpu. SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
-#include <stdbool.h>
 #include <stdlib.h>
 
-#include "check.h"
 #include "kernels_on_host.h"
 #include "update/update.h"
+#include "update_values.h"
 
-enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, BLOCK8 = GEMINI_DTYPE_BLOCK8 };
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ARRAYS };
 enum { CAPACITY = 5 * 1024 };
 typedef struct state {
@@ -17,14 +15,8 @@ typedef struct state {
 } state_t;
 static state_t expected, actual;
 
-static uint64_t width(uint32_t dtype) { return dtype == F32 ? 4 : dtype == BLOCK8 ? 1 : 2; }
-static void *element(state_t *s, int array, uint64_t width_bytes, uint64_t i) {
-  return (char *)s->arrays[array] + i * width_bytes;
-}
-static float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+static void *element(state_t *s, int array, uint32_t dtype, uint64_t i) {
+  return element_at(s->arrays[array], dtype, i);
 }
 /* Gradients up to most, of so many decades, or 0; one in `odd` is any bits at all: subnormal, infinite, NaN. */
 static void fill(state_t *s, uint32_t grad_dtype, uint64_t seed, double most, double decades, uint64_t odd) {
@@ -32,11 +24,9 @@ static void fill(state_t *s, uint32_t grad_dtype, uint64_t seed, double most, do
   for (uint64_t i = 0; i < CAPACITY; i++) {
     const uint64_t r = check_random(&random);
     const float value = r % 9 ? (r & 64 ? 1 : -1) * (float)(most * pow(10, -decades * (double)(r >> 11) * 0x1p-53)) : 0;
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if (odd && r / 128 % odd == 0) bits = (uint32_t)(r >> 32);
+    const uint32_t bits = odd && r / 128 % odd == 0 ? (uint32_t)(r >> 32) : bits_of(value);
     if (grad_dtype == F32) s->arrays[GRAD][i] = bits;
-    else memcpy((char *)s->arrays[GRAD] + 2 * i, (char *)&bits + 2, 2);
+    else memcpy(element(s, GRAD, BF16, i), (const char *)&bits + 2, 2);
   }
 }
 static void check_same(const gemini_adamw_t *c) {
@@ -46,23 +36,20 @@ static void check_same(const gemini_adamw_t *c) {
     CHECK(array != MASTER || !(c->flags & GEMINI_ADAMW_SPLIT));
     CHECK(array != MOMENTUM || c->momentum_dtype == F32);
     CHECK(array != VARIANCE || c->variance_dtype == F32);
-    for (uint64_t i = 0; i < CAPACITY; i++) {
-      const uint32_t a = actual.arrays[array][i], b = expected.arrays[array][i];
-      CHECK(a == b || (isnan(float_of(a)) && isnan(float_of(b))));
-    }
+    for (uint64_t i = 0; i < CAPACITY; i++)
+      CHECK(same_float(float_of(actual.arrays[array][i]), float_of(expected.arrays[array][i])));
   }
-  CHECK(!memcmp(&actual.sum, &expected.sum, sizeof actual.sum) || (isnan(actual.sum) && isnan(expected.sum)));
+  CHECK(same_double(actual.sum, expected.sum));
 }
 /* A step of both, of count elements from first on. */
 static void step(const gemini_adamw_t *c, uint64_t first, uint64_t count) {
-  const uint64_t master_width = c->flags & GEMINI_ADAMW_SPLIT ? 2 : 4;
+  const uint32_t master_dtype = c->flags & GEMINI_ADAMW_SPLIT ? BF16 : F32; /* of half a master's width */
   gmi_arrays_t at[2];
   for (int i = 0; i < 2; i++) {
     state_t *s = i ? &actual : &expected;
-    at[i] =
-        (gmi_arrays_t){ element(s, PARAM, width(c->param_dtype), first), element(s, GRAD, width(c->grad_dtype), first),
-                        element(s, MASTER, master_width, first), element(s, MOMENTUM, width(c->momentum_dtype), first),
-                        element(s, VARIANCE, width(c->variance_dtype), first) };
+    at[i] = (gmi_arrays_t){ element(s, PARAM, c->param_dtype, first), element(s, GRAD, c->grad_dtype, first),
+                            element(s, MASTER, master_dtype, first), element(s, MOMENTUM, c->momentum_dtype, first),
+                            element(s, VARIANCE, c->variance_dtype, first) };
   }
   CHECK_EQ(
       gemini_adamw_host(c, count, at[0].param, at[0].grad, at[0].master, at[0].momentum, at[0].variance, &expected.sum),

@@ -1,17 +1,14 @@
 /* AdamW with narrow states: momentum and variance in bf16, and split masters. Every instruction set against plain C to
  * the bit, and plain C against what the header and docs/update.md say. SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
-#include <stdbool.h>
 
-#include "check.h"
 #include "update/beside.h"
 #include "update/update.h"
 #include "update_driver.h"
+#include "update_values.h"
 
-enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16, BLOCK8 = GEMINI_DTYPE_BLOCK8 };
 enum { SPLIT = GEMINI_ADAMW_SPLIT };
 enum { CAPACITY = 3000 };
-static const char *const names[] = { "plain", "avx2", "avx512" };
 
 typedef struct state {
   uint32_t param[CAPACITY], grad[CAPACITY], master[CAPACITY], momentum[CAPACITY], variance[CAPACITY];
@@ -19,19 +16,8 @@ typedef struct state {
 } state_t;
 static state_t start, expected, actual;
 
-static uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-static float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-static uint64_t width(uint32_t dtype) { return dtype == F32 ? 4 : dtype == BLOCK8 ? 1 : 2; }
-static void *element(void *base, uint64_t width_bytes, uint64_t i) { return (char *)base + i * width_bytes; }
-static uint64_t master_width(const gemini_adamw_t *c) { return c->flags & SPLIT ? 2 : 4; }
+/* Half a master is 16 bits, as BF16 is. */
+static uint32_t master_dtype(const gemini_adamw_t *c) { return c->flags & SPLIT ? BF16 : F32; }
 static uint16_t half(const void *base, uint64_t i) {
   uint16_t bits;
   memcpy(&bits, (const char *)base + 2 * i, sizeof bits);
@@ -77,32 +63,28 @@ static void fill(state_t *s, uint64_t seed, bool any) {
   s->sum = -1;
 }
 static void update(state_t *s, const gemini_adamw_t *c, uint64_t first, uint64_t count) {
-  CHECK_EQ(gemini_adamw_host(c, count, element(s->param, width(c->param_dtype), first),
-                             element(s->grad, width(c->grad_dtype), first), element(s->master, master_width(c), first),
-                             element(s->momentum, width(c->momentum_dtype), first),
-                             element(s->variance, width(c->variance_dtype), first), &s->sum),
+  CHECK_EQ(gemini_adamw_host(c, count, element_at(s->param, c->param_dtype, first),
+                             element_at(s->grad, c->grad_dtype, first), element_at(s->master, master_dtype(c), first),
+                             element_at(s->momentum, c->momentum_dtype, first),
+                             element_at(s->variance, c->variance_dtype, first), &s->sum),
            GEMINI_OK);
 }
 /* NaNs in fp32 may differ; narrow ones are 0x7fc0. */
 static void check_array(const uint32_t *a, const uint32_t *b, bool is_f32) {
-  for (uint64_t i = 0; i < CAPACITY; i++) {
-    const float x = float_of(a[i]), y = float_of(b[i]);
-    CHECK(a[i] == b[i] || (is_f32 && x != x && y != y));
-  }
+  for (uint64_t i = 0; i < CAPACITY; i++) CHECK(a[i] == b[i] || (is_f32 && same_float(float_of(a[i]), float_of(b[i]))));
 }
 static void check_same(const state_t *a, const state_t *b, const gemini_adamw_t *c) {
   check_array(a->param, b->param, c->param_dtype == F32);
   check_array(a->master, b->master, !(c->flags & SPLIT));
   check_array(a->momentum, b->momentum, c->momentum_dtype == F32);
   check_array(a->variance, b->variance, c->variance_dtype == F32);
-  CHECK(!memcmp(&a->sum, &b->sum, sizeof a->sum) || (a->sum != a->sum && b->sum != b->sum));
+  CHECK(same_double(a->sum, b->sum));
 }
 
 static void test_narrow_every_isa_equals_plain(void) {
-  static const uint32_t dtypes[] = { F32, BF16, F16 };
   uint32_t tried = 0;
   for (size_t isa = 1; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     tried++;
     for (uint32_t i = 0; i < WAYS * 9; i++) {
       gemini_adamw_t c = config_of(i % WAYS, dtypes[i / WAYS % 3], dtypes[i / WAYS / 3]);
@@ -113,7 +95,7 @@ static void test_narrow_every_isa_equals_plain(void) {
         expected = actual = start;
         CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
         update(&expected, &c, first, count);
-        CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+        CHECK_EQ(gemini_update_force_isa(isas[isa]), GEMINI_OK);
         update(&actual, &c, first, count);
         check_same(&actual, &expected, &c);
       }
@@ -172,7 +154,7 @@ static void test_split_masters_keep_every_value(void) {
   gemini_adamw_t c = config_of(4, BF16, BF16);
   c.lr = 0, c.weight_decay = 0, c.eps = 1;
   for (size_t isa = 0; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (size_t u = 0; u < sizeof uppers / sizeof *uppers; u++) {
       for (uint32_t base = 0; base < 65536; base += 2048) {
         memset(&actual, 0, sizeof actual);
@@ -328,7 +310,7 @@ static gemini_adamw_t in_blocks(uint32_t momentum_dtype, uint32_t variance_dtype
 static void test_blocks_every_isa_equals_plain(void) {
   static const uint32_t states[] = { F32, BF16, BLOCK8 };
   for (size_t isa = 1; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (uint32_t i = 0; i < 200; i++) {
       gemini_adamw_t c = config_of(i % 3 ? 0 : 4, BF16, i % 2 ? BF16 : F32);
       c.momentum_dtype = i % 4 ? BLOCK8 : states[i / 4 % 3], c.variance_dtype = i % 4 ? states[i / 4 % 3] : BLOCK8;
@@ -338,7 +320,7 @@ static void test_blocks_every_isa_equals_plain(void) {
       expected = actual = start;
       CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
       update(&expected, &c, 0, i % 7 ? 2816 : 256);
-      CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+      CHECK_EQ(gemini_update_force_isa(isas[isa]), GEMINI_OK);
       update(&actual, &c, 0, i % 7 ? 2816 : 256);
       check_same(&actual, &expected, &c);
     }
@@ -422,7 +404,7 @@ static void test_blocks_keep_variances_above_zero(void) {
   static const float scales[] = { 1e-18f, 1e-9f, 1.0f, 1e15f, 1.8e19f }; /* of gradients, whose squares fit */
   static uint8_t plain[512];
   for (uint32_t round = 0; round < 60 * 3; round++) {
-    if (gemini_update_force_isa(names[round % 3]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[round % 3]) != GEMINI_OK) continue;
     uint64_t random = round / 3 * 2 + 1;
     const float scale = scales[round / 3 % 5];
     gemini_adamw_t fp32 = in_blocks(F32, F32), coded = in_blocks(F32, BLOCK8);
@@ -554,11 +536,11 @@ static void test_narrow_beside_the_old_values_is_the_same(void) {
     CHECK_EQ(gmi_adamw_beside("test", &c, 7, 2500, &a, &out), GEMINI_OK);
     CHECK(!memcmp(&actual, &start, sizeof start));
     CHECK(!memcmp(to.param, expected.param, 2500 * 2));
-    CHECK(!memcmp(to.master, expected.master, 2500 * master_width(&c)));
-    CHECK(!memcmp(to.momentum, expected.momentum, 2500 * width(c.momentum_dtype)));
-    CHECK(!memcmp(to.variance, expected.variance, 2500 * width(c.variance_dtype)));
+    CHECK(!memcmp(to.master, expected.master, 2500 * width_of(master_dtype(&c))));
+    CHECK(!memcmp(to.momentum, expected.momentum, 2500 * width_of(c.momentum_dtype)));
+    CHECK(!memcmp(to.variance, expected.variance, 2500 * width_of(c.variance_dtype)));
     CHECK_EQ(half(to.param, 2500), 0x5a5a); /* and nothing behind */
-    CHECK_EQ(half(element(to.master, master_width(&c), 2500), 0), 0x5a5a);
+    CHECK_EQ(half(element_at(to.master, master_dtype(&c), 2500), 0), 0x5a5a);
   }
   gemini_adamw_t c = config_of(4, BF16, BF16);
   const gmi_arrays_t reused = { actual.grad, actual.grad, actual.master, actual.momentum, actual.variance };

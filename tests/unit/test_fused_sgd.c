@@ -1,17 +1,13 @@
 /* The fused SGD: every instruction set against plain C to the bit, and plain C against PyTorch's algorithm in double
  * precision. SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
-#include <stdbool.h>
 
-#include "check.h"
 #include "update/beside.h"
 #include "update/update.h"
 #include "update_driver.h"
+#include "update_values.h"
 
-enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16 };
 enum { CAPACITY = 5000 };
-static const uint32_t dtypes[] = { F32, BF16, F16 };
-static const char *const names[] = { "plain", "avx2", "avx512" };
 
 typedef struct state {
   uint32_t param[CAPACITY], grad[CAPACITY]; /* of any dtype */
@@ -20,23 +16,12 @@ typedef struct state {
 } state_t;
 static state_t start, expected, actual;
 
-static bool same(float a, float b) { return !memcmp(&a, &b, sizeof a) || (a != a && b != b); }
-static void *element(void *base, uint32_t dtype, uint64_t i) { return (char *)base + i * (dtype == F32 ? 4 : 2); }
-
-/* Of the size that training has; with any, one of 8 is any float at all: subnormal, infinite, NaN. */
 static void fill(state_t *s, uint64_t seed, bool any) {
   uint64_t random = seed * 2 + 1;
   for (uint64_t i = 0; i < CAPACITY; i++) {
-    uint32_t bits[3];
-    for (int k = 0; k < 3; k++) {
-      uint64_t r = check_random(&random);
-      float value = (k == 1 ? 2.0f : 0.5f) * ((float)(int32_t)(r >> 32) / 2147483648.0f);
-      if (!any || r % 8) memcpy(&bits[k], &value, sizeof value);
-      else bits[k] = (uint32_t)(r >> 32);
-    }
-    s->grad[i] = bits[0];
-    memcpy(&s->master[i], &bits[1], 4);
-    memcpy(&s->momentum[i], &bits[2], 4);
+    s->grad[i] = bits_of(random_float(&random, 0.5f, any));
+    s->master[i] = random_float(&random, 2.0f, any);
+    s->momentum[i] = random_float(&random, 0.5f, any);
   }
   memset(s->param, 0x5a, sizeof s->param);
   s->sum = -1;
@@ -57,25 +42,24 @@ static gemini_sgd_t config_of(int mode, uint32_t param_dtype, uint32_t grad_dtyp
   return c;
 }
 static void update(state_t *s, const gemini_sgd_t *c, uint64_t first, uint64_t count, bool in_place) {
-  void *grad = element(s->grad, c->grad_dtype, first);
-  CHECK_EQ(gemini_sgd_host(c, count, in_place ? grad : element(s->param, c->param_dtype, first), grad,
+  void *grad = element_at(s->grad, c->grad_dtype, first);
+  CHECK_EQ(gemini_sgd_host(c, count, in_place ? grad : element_at(s->param, c->param_dtype, first), grad,
                            s->master + first, s->momentum + first, &s->sum),
            GEMINI_OK);
 }
 static void check_same(const state_t *a, const state_t *b, uint32_t param_dtype) {
   for (uint64_t i = 0; i < CAPACITY; i++) {
-    CHECK(same(a->master[i], b->master[i]) && same(a->momentum[i], b->momentum[i]));
-    float x, y;
-    memcpy(&x, &a->param[i], 4), memcpy(&y, &b->param[i], 4);
-    CHECK(a->param[i] == b->param[i] || (param_dtype == F32 && same(x, y)));
+    CHECK(same_float(a->master[i], b->master[i]) && same_float(a->momentum[i], b->momentum[i]));
+    CHECK(a->param[i] == b->param[i] ||
+          (param_dtype == F32 && same_float(float_of(a->param[i]), float_of(b->param[i]))));
   }
-  CHECK(!memcmp(&a->sum, &b->sum, sizeof a->sum) || (a->sum != a->sum && b->sum != b->sum));
+  CHECK(same_double(a->sum, b->sum));
 }
 
 static void test_sgd_every_isa_equals_plain(void) {
   uint32_t tried = 0;
   for (size_t isa = 1; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     tried++;
     for (uint32_t i = 0; i < 9 * MODES; i++) {
       const gemini_sgd_t c = config_of((int)i / 9, dtypes[i % 3], dtypes[i / 3 % 3]);
@@ -85,7 +69,7 @@ static void test_sgd_every_isa_equals_plain(void) {
         expected = actual = start;
         CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
         update(&expected, &c, k * 7 % 17, counts[k], false);
-        CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
+        CHECK_EQ(gemini_update_force_isa(isas[isa]), GEMINI_OK);
         update(&actual, &c, k * 7 % 17, counts[k], false);
         check_same(&actual, &expected, c.param_dtype);
       }
@@ -111,15 +95,15 @@ static void test_sgd_beside_the_old_values_is_the_same(void) {
     CHECK(!memcmp(&actual, &start, sizeof start));
     for (uint64_t k = 0; k < count; k++) {
       float x, y;
-      memcpy(&x, element(to.param, c.param_dtype, k), c.param_dtype == F32 ? 4 : 2);
-      CHECK(same(to.master[k], expected.master[k]));
-      if (c.momentum != 0) CHECK(same(to.momentum[k], expected.momentum[k]));
+      memcpy(&x, element_at(to.param, c.param_dtype, k), c.param_dtype == F32 ? 4 : 2);
+      CHECK(same_float(to.master[k], expected.master[k]));
+      if (c.momentum != 0) CHECK(same_float(to.momentum[k], expected.momentum[k]));
       if (c.param_dtype != F32) {
-        CHECK(!memcmp(element(to.param, c.param_dtype, k), element(expected.param, c.param_dtype, k), 2));
+        CHECK(!memcmp(element_at(to.param, c.param_dtype, k), element_at(expected.param, c.param_dtype, k), 2));
         continue;
       }
       memcpy(&y, &expected.param[k], 4);
-      CHECK(same(x, y));
+      CHECK(same_float(x, y));
     }
     CHECK(!memcmp(&to.master[count], &(uint32_t){ 0x5a5a5a5a }, 4));
   }
@@ -174,7 +158,7 @@ static void test_sgd_is_near_pytorchs_in_double_precision(void) {
       memcpy(&grad, &start.grad[i], sizeof grad);
       if (i < first || i >= first + count) {
         CHECK(actual.master[i] == start.master[i] && actual.param[i] == start.param[i]);
-        CHECK(same(actual.momentum[i], start.momentum[i]));
+        CHECK(same_float(actual.momentum[i], start.momentum[i]));
         continue;
       }
       reference_t r = reference_of(&c, grad, start.master[i], start.momentum[i], c.step > 1);
@@ -214,7 +198,7 @@ static void test_sgd_does_the_written_operations(void) {
 static void test_sgd_reads_rounds_and_sums_as_adamw(void) {
   static float states[2][CAPACITY];
   for (size_t isa = 0; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (uint32_t i = 0; i < 9; i++) {
       const gemini_sgd_t c = config_of(NONE, dtypes[i % 3], dtypes[i / 3]);
       gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
@@ -237,7 +221,8 @@ static void test_sgd_reads_rounds_and_sums_as_adamw(void) {
       CHECK_EQ(gemini_adamw_host(&adamw, CAPACITY, NULL, start.grad, start.master, states[0], states[1], NULL),
                GEMINI_OK);
       for (uint64_t k = 0; k < CAPACITY; k++)
-        CHECK(same(start.momentum[k], states[0][k]) || start.momentum[k] == states[0][k]); /* a zero has any sign */
+        CHECK(same_float(start.momentum[k], states[0][k]) ||
+              start.momentum[k] == states[0][k]); /* a zero has any sign */
     }
   }
   CHECK_EQ(gemini_update_force_isa(NULL), GEMINI_OK);
@@ -249,8 +234,8 @@ static void test_sgd_in_its_gradients_bytes_without_parameter_or_sum_is_the_same
   expected = actual = start;
   update(&expected, &c, 5, 1500, false);
   update(&actual, &c, 5, 1500, true);
-  CHECK(!memcmp(element(actual.grad, BF16, 5), element(expected.param, BF16, 5), 1500 * 2));
-  CHECK(!memcmp(element(actual.grad, BF16, 1505), element(start.grad, BF16, 1505), 100));
+  CHECK(!memcmp(element_at(actual.grad, BF16, 5), element_at(expected.param, BF16, 5), 1500 * 2));
+  CHECK(!memcmp(element_at(actual.grad, BF16, 1505), element_at(start.grad, BF16, 1505), 100));
   memcpy(actual.param, expected.param, sizeof actual.param);
   check_same(&actual, &expected, BF16);
 

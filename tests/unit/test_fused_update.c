@@ -1,17 +1,13 @@
 /* The fused updates: every instruction set against plain C to the bit, and plain C against double precision.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
-#include <stdbool.h>
 
-#include "check.h"
 #include "update/beside.h"
 #include "update/update.h"
 #include "update_driver.h"
+#include "update_values.h"
 
-enum { F32 = GEMINI_DTYPE_F32, BF16 = GEMINI_DTYPE_BF16, F16 = GEMINI_DTYPE_F16 };
 enum { CAPACITY = 5000 };
-static const uint32_t dtypes[] = { F32, BF16, F16 };
-static const char *const names[] = { "plain", "avx2", "avx512" };
 
 typedef struct state {
   uint32_t param[CAPACITY], grad[CAPACITY]; /* of any dtype */
@@ -20,33 +16,13 @@ typedef struct state {
 } state_t;
 static state_t start, expected, actual;
 
-static uint32_t bits_of(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-static float float_of(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-static bool same(float a, float b) { return bits_of(a) == bits_of(b) || (a != a && b != b); }
-static bool same_double(double a, double b) { return memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
-static void *element(void *base, uint32_t dtype, uint64_t i) { return (char *)base + i * (dtype == F32 ? 4 : 2); }
-
-/* Of the size that training has; one of 8 is any float at all: subnormal, infinite, NaN. */
-static float random_float(uint64_t *random, float scale, bool any) {
-  uint64_t r = check_random(random);
-  if (any && r % 8 == 0) return float_of((uint32_t)(r >> 32));
-  return scale * ((float)(int32_t)(r >> 32) / 2147483648.0f);
-}
 static void fill(state_t *s, uint64_t seed, uint32_t grad_dtype, bool any) {
   uint64_t random = seed * 2 + 1;
   for (uint64_t i = 0; i < CAPACITY; i++) {
     uint32_t bits = bits_of(random_float(&random, 0.5f, any));
     uint16_t half = (uint16_t)(bits >> 16); /* every half has as many bits set as a random float */
     if (grad_dtype == F16 && !any) half = (uint16_t)(0x2000 + check_random(&random) % 0x1800);
-    memcpy(element(s->grad, grad_dtype, i), grad_dtype == F32 ? (void *)&bits : &half, grad_dtype == F32 ? 4 : 2);
+    memcpy(element_at(s->grad, grad_dtype, i), grad_dtype == F32 ? (void *)&bits : &half, grad_dtype == F32 ? 4 : 2);
     s->master[i] = random_float(&random, 2.0f, any);
     s->momentum[i] = random_float(&random, 0.1f, any);
     s->variance[i] = fabsf(random_float(&random, 0.01f, any));
@@ -55,8 +31,8 @@ static void fill(state_t *s, uint64_t seed, uint32_t grad_dtype, bool any) {
   s->sum = -1;
 }
 static void update(state_t *s, const gemini_adamw_t *adamw, uint64_t first, uint64_t count, bool alias) {
-  void *grad = element(s->grad, adamw->grad_dtype, first);
-  void *param = alias ? grad : element(s->param, adamw->param_dtype, first);
+  void *grad = element_at(s->grad, adamw->grad_dtype, first);
+  void *param = alias ? grad : element_at(s->param, adamw->param_dtype, first);
   gemini_status_t status = gemini_adamw_host(adamw, count, param, grad, s->master + first, s->momentum + first,
                                              s->variance + first, &s->sum);
   CHECK_EQ(status, GEMINI_OK);
@@ -71,10 +47,10 @@ static gemini_adamw_t config_of(uint32_t param_dtype, uint32_t grad_dtype) {
 }
 static void check_same(const state_t *a, const state_t *b, uint32_t param_dtype) {
   for (uint64_t i = 0; i < CAPACITY; i++) {
-    CHECK(same(a->master[i], b->master[i]));
-    CHECK(same(a->momentum[i], b->momentum[i]));
-    CHECK(same(a->variance[i], b->variance[i]));
-    if (param_dtype == F32) CHECK(same(float_of(a->param[i]), float_of(b->param[i])));
+    CHECK(same_float(a->master[i], b->master[i]));
+    CHECK(same_float(a->momentum[i], b->momentum[i]));
+    CHECK(same_float(a->variance[i], b->variance[i]));
+    if (param_dtype == F32) CHECK(same_float(float_of(a->param[i]), float_of(b->param[i])));
   }
   if (param_dtype != F32) CHECK(memcmp(a->param, b->param, sizeof a->param) == 0);
   CHECK(same_double(a->sum, b->sum));
@@ -83,7 +59,7 @@ static void check_same(const state_t *a, const state_t *b, uint32_t param_dtype)
 static void test_update_every_isa_equals_plain(void) {
   uint32_t tried = 0;
   for (size_t isa = 1; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     tried++;
     for (uint32_t pair = 0; pair < 18; pair++) {
       gemini_adamw_t a = config_of(dtypes[pair % 3], dtypes[pair / 3 % 3]);
@@ -94,8 +70,8 @@ static void test_update_every_isa_equals_plain(void) {
         expected = actual = start;
         CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
         update(&expected, &a, first, n, false);
-        CHECK_EQ(gemini_update_force_isa(names[isa]), GEMINI_OK);
-        CHECK(strcmp(gemini_update_isa(), names[isa]) == 0);
+        CHECK_EQ(gemini_update_force_isa(isas[isa]), GEMINI_OK);
+        CHECK(strcmp(gemini_update_isa(), isas[isa]) == 0);
         update(&actual, &a, first, n, false);
         check_same(&actual, &expected, a.param_dtype);
       }
@@ -178,7 +154,7 @@ static void test_update_is_near_double_precision(void) {
       if (i < first || i >= first + count) {
         CHECK(actual.master[i] == start.master[i] && actual.momentum[i] == start.momentum[i]);
         CHECK(actual.variance[i] == start.variance[i]);
-        CHECK(!memcmp(element(actual.param, c.param_dtype, i), element(start.param, c.param_dtype, i), 2));
+        CHECK(!memcmp(element_at(actual.param, c.param_dtype, i), element_at(start.param, c.param_dtype, i), 2));
         continue;
       }
       reference_t r =
@@ -228,7 +204,7 @@ static void test_update_does_the_written_operations(void) {
 
 static void test_update_reads_every_half(void) {
   for (size_t isa = 0; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (uint32_t dtype = BF16; dtype <= F16; dtype++) {
       gemini_adamw_t c = config_of(F32, dtype);
       c.beta1 = 0, c.grad_scale = 1; /* momentum becomes the gradient */
@@ -237,7 +213,7 @@ static void test_update_reads_every_half(void) {
         for (uint32_t i = 0; i < 4096; i++) ((uint16_t *)actual.grad)[i] = (uint16_t)(base + i);
         update(&actual, &c, 0, 4096, false);
         for (uint32_t i = 0; i < 4096; i++)
-          CHECK(same(actual.momentum[i], float_of_half((uint16_t)(base + i), dtype)) ||
+          CHECK(same_float(actual.momentum[i], float_of_half((uint16_t)(base + i), dtype)) ||
                 (base + i == 0x8000 && actual.momentum[i] == 0)); /* -0 + 0 is 0 */
       }
     }
@@ -247,7 +223,7 @@ static void test_update_reads_every_half(void) {
 
 static void test_update_rounds_halves_to_nearest_even(void) {
   for (size_t isa = 0; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (uint32_t dtype = BF16; dtype <= F16; dtype++) {
       gemini_adamw_t c = config_of(dtype, dtype);
       c.lr = 0; /* master stays */
@@ -279,7 +255,7 @@ static void test_update_rounds_halves_to_nearest_even(void) {
           if (isnan(start.master[i])) {
             CHECK_EQ(half, dtype == BF16 ? 0x7fc0 : 0x7e00);
           } else {
-            CHECK(same(actual.master[i], start.master[i]));
+            CHECK(same_float(actual.master[i], start.master[i]));
             CHECK((double)float_of_half(half, dtype) == nearest(start.master[i], dtype));
             CHECK_EQ(half >> 15, bits_of(start.master[i]) >> 31);
           }
@@ -321,7 +297,7 @@ static void test_update_sums_squares_in_the_written_order(void) {
 
 static void test_update_of_a_parameter_in_its_gradients_bytes_is_the_same(void) {
   for (size_t isa = 0; isa < 3; isa++) {
-    if (gemini_update_force_isa(names[isa]) != GEMINI_OK) continue;
+    if (gemini_update_force_isa(isas[isa]) != GEMINI_OK) continue;
     for (int d = 0; d < 6; d++) {
       /* BF16 from F16 and the other way round, too: only the size counts. */
       uint32_t to = d < 3 ? dtypes[d] : d == 3 ? BF16 : F16, from = d < 3 ? dtypes[d] : d == 3 ? F16 : BF16;
@@ -330,8 +306,8 @@ static void test_update_of_a_parameter_in_its_gradients_bytes_is_the_same(void) 
       expected = actual = start;
       update(&expected, &c, 5, 1500, false);
       update(&actual, &c, 5, 1500, true);
-      CHECK(!memcmp(element(actual.grad, to, 0), element(start.grad, to, 0), to == F32 ? 20 : 10));
-      memcpy(element(actual.param, to, 5), element(actual.grad, to, 5), 1500 * (to == F32 ? 4 : 2));
+      CHECK(!memcmp(element_at(actual.grad, to, 0), element_at(start.grad, to, 0), to == F32 ? 20 : 10));
+      memcpy(element_at(actual.param, to, 5), element_at(actual.grad, to, 5), 1500 * (to == F32 ? 4 : 2));
       check_same(&actual, &expected, to);
     }
   }
@@ -376,24 +352,26 @@ static void test_update_beside_the_old_values_is_the_same(void) {
     CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
     update(&expected, &c, first, count, false);
     for (int i = 0; i < 3; i++) {
-      if (gemini_update_force_isa(names[i])) continue;
+      if (gemini_update_force_isa(isas[i])) continue;
       memset(&to, 0x5a, sizeof to);
       const bool has_param = seed % 4 != 3;
-      const gmi_arrays_t a = { NULL, element(actual.grad, c.grad_dtype, first), actual.master + first,
+      const gmi_arrays_t a = { NULL, element_at(actual.grad, c.grad_dtype, first), actual.master + first,
                                actual.momentum + first, actual.variance + first };
       float *const master = (float *)(((uintptr_t)to.master + 63) / 64 * 64) + shift;
       float *const momentum = (float *)(((uintptr_t)to.momentum + 63) / 64 * 64) + shift;
       float *const variance = (float *)(((uintptr_t)to.variance + 63) / 64 * 64) + shift;
-      void *const param = element((void *)(((uintptr_t)to.param + 63) / 64 * 64), c.param_dtype, shift);
+      void *const param = element_at((void *)(((uintptr_t)to.param + 63) / 64 * 64), c.param_dtype, shift);
       const gmi_arrays_t out = { has_param ? param : NULL, NULL, master, momentum, variance };
       CHECK_EQ(gmi_adamw_beside("test", &c, 0, count, &a, &out), GEMINI_OK);
       CHECK(!memcmp(&actual, &start, sizeof start));
       for (uint64_t k = 0; k < count; k++) {
-        CHECK(same(master[k], expected.master[first + k]) && same(momentum[k], expected.momentum[first + k]) &&
-              same(variance[k], expected.variance[first + k]));
-        const void *is = element(param, c.param_dtype, k), *want = element(expected.param, c.param_dtype, first + k);
+        CHECK(same_float(master[k], expected.master[first + k]) &&
+              same_float(momentum[k], expected.momentum[first + k]) &&
+              same_float(variance[k], expected.variance[first + k]));
+        const void *is = element_at(param, c.param_dtype, k),
+                   *want = element_at(expected.param, c.param_dtype, first + k);
         if (has_param && c.param_dtype != F32) CHECK(!memcmp(is, want, 2));
-        if (has_param && c.param_dtype == F32) CHECK(same(*(const float *)is, *(const float *)want));
+        if (has_param && c.param_dtype == F32) CHECK(same_float(*(const float *)is, *(const float *)want));
       }
       CHECK_EQ(bits_of(master[count]), 0x5a5a5a5a); /* and nothing behind */
       CHECK_EQ(bits_of(variance[count]), 0x5a5a5a5a);
