@@ -476,9 +476,10 @@ def by_torch_alone(mesh, clip, **more):
 
     def clip_all(*_):
         for most in (clip, 0.8 * clip) if clip else ():
-            # torch's clip_grad_norm_() does not take DTensors and other tensors together.
-            squares = [torch.linalg.vector_norm(param.grad).square() for param in made.parameters()]
-            norm = sum(one.full_tensor() if hasattr(one, "full_tensor") else one for one in squares).sqrt()
+            # torch's clip_grad_norm_() does not take DTensors and other tensors together, and the square of a DTensor's
+            # norm is wrong in torch 2.6.
+            entire = [getattr(param.grad, "full_tensor", lambda grad=param.grad: grad)() for param in made.parameters()]
+            norm = sum(torch.linalg.vector_norm(one).square() for one in entire).sqrt()
             norms.append(float(norm))
             for grad in gradients():
                 grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
@@ -510,7 +511,8 @@ def divided(*, parts, folder, clip=0.1, **more):
             out["files"] = sorted(os.listdir(folder))
             out["made"]["state"] = whole(state(made, optimizer))
             out["shape"] = tuple(made.tokens.weight.shape), made.tokens.weight.numel()
-            out["mean"] = float(made.blocks[0]["up"].weight.detach().mean().full_tensor())
+            divided = made.blocks[0]["up"].weight.detach()  # of which torch 2.6 makes no mean over gloo
+            out["mean"] = float(divided.sum().full_tensor()) / divided.numel()
         if "micro" not in more:
             with session(process_group=data):
                 made = divide(Divided(), mesh["tensor"])
