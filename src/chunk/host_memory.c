@@ -130,16 +130,19 @@ void gmi_host_close(gmi_manager_t *m) {
   memset(&m->host, 0, sizeof m->host);
 }
 
-/* Blocks until the copies queued so far on both directions' streams are done: a copy must not use memory that is being
- * unlocked and locked again. */
-static gemini_status_t copies_finish(gmi_manager_t *m) {
+/* Blocks until the copies queued so far on both directions' streams are done, and what other streams do with the slots
+ * in [begin, end): ranges that were released on the host, gathers. No device work may use memory that is being unlocked
+ * and locked again, or given back. */
+static gemini_status_t device_finishes(gmi_manager_t *m, uint64_t begin, uint64_t end) {
   const uint32_t streams[] = { gmi_link_in(m)->stream, gmi_link_out(m)->stream };
   gemini_status_t status = GEMINI_OK;
   for (int i = 0; i < 2 && !status; i++) {
-    gmi_fence_t end;
-    status = gmi_fence_now(m, streams[i], &end);
-    if (!status) status = gmi_fence_sync(m, end);
+    gmi_fence_t copied;
+    status = gmi_fence_now(m, streams[i], &copied);
+    if (!status) status = gmi_fence_sync(m, copied);
   }
+  for (uint64_t s = end ? begin / gmi_slot_bytes(m) : 0; !status && s * gmi_slot_bytes(m) < end; s++)
+    status = gmi_fence_sync(m, m->host.slots[s].fence);
   return status;
 }
 
@@ -157,9 +160,9 @@ static void slots_blank(gmi_manager_t *m, uint64_t begin, uint64_t end) {
 }
 
 /* A lock covers one range and cannot grow, so a part that has memory is unlocked, committed or decommitted, and locked
- * again, with no copies under way. The I/O engine's registration of the part as a fixed buffer follows the same steps.
- * Fails without changes when a graph's copies name addresses in the part. If the new lock fails, the old size is
- * restored and locked again. */
+ * again, with no device work on it under way. The I/O engine's registration of the part as a fixed buffer follows the
+ * same steps. Fails without changes when a graph's copies name addresses in the part. If the new lock fails, the old
+ * size is restored and locked again. */
 gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want) {
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
@@ -171,7 +174,7 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
                       "%llu bytes of host memory cannot change while graphs that copy from them exist",
                       (unsigned long long)has);
   if (has) {
-    status = copies_finish(m);
+    status = device_finishes(m, begin, end);
     if (status) return status;
   }
   gmi_wait_t wait;

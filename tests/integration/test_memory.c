@@ -114,6 +114,17 @@ static void work_check(void *user) {
   sleep_ms(k->delay_ms);
   k->right = world_reads(k->at, 0, k->size, k->seed);
 }
+typedef struct {
+  const void *at, *bytes;
+  uint64_t size;
+  uint32_t delay_ms;
+  bool right;
+} compare_t;
+static void work_compare(void *user) {
+  compare_t *c = user;
+  sleep_ms(c->delay_ms);
+  c->right = !memcmp(c->at, c->bytes, c->size);
+}
 
 /* ---- addresses and contents */
 static void test_addresses_across_evictions_stay(void) {
@@ -674,6 +685,26 @@ static void test_work_on_host_memory_is_waited_for(void) {
     expect(&w, w.t[0], HOST, how + 2);
   }
   OK(gemini_stream_destroy(w.mgr, other));
+  world_close(&w);
+}
+
+/* A smaller budget gives memory back once queued work no longer uses it. */
+static void test_budget_host_down_waits_for_work_on_host_memory(void) {
+  enum { CHUNKS = 30, OF = 20 }; /* beyond the first MiB, which is locked as one */
+  world_t w = world_of(world_config(32, 32, 0), 1, CHUNKS * CHUNK);
+  put(&w, w.t[0], DEVICE, 3);
+  expect(&w, w.t[0], HOST, 3); /* so each chunk has two copies, and can leave the host at once */
+  gemini_access_t a = world_part(w.t[0], OF * CHUNK, CHUNK, GEMINI_READ, HOST);
+  OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+  uint8_t bytes[64];
+  memcpy(bytes, a.ptr, sizeof bytes);
+  compare_t compare = { .at = a.ptr, .bytes = bytes, .size = sizeof bytes, .delay_ms = 100 };
+  OK(gemini_stream_call(w.mgr, w.stream, work_compare, &compare));
+  OK(gemini_release(w.mgr, &a, 1, w.stream));
+  OK(gemini_budget_set(w.mgr, HOST, 8 * CHUNK));
+  OK(gemini_stream_synchronize(w.mgr, w.stream));
+  CHECK(compare.right);
+  expect(&w, w.t[0], DEVICE, 3);
   world_close(&w);
 }
 
@@ -1509,6 +1540,7 @@ int main(void) {
   RUN(test_redundant_file_copies_give_way);
   RUN(test_neighbours_on_the_host_can_be_written_together);
   RUN(test_work_on_host_memory_is_waited_for);
+  RUN(test_budget_host_down_waits_for_work_on_host_memory);
   RUN(test_hint_to_files_brings_there);
   RUN(test_move_of_many_does_not_evict_its_own);
   RUN(test_zero_whole_chunks_cost_nothing);
