@@ -461,7 +461,8 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
     const gmi_chunk_t *c = m->host.slots[s].chunk;
     if (m->host.slots[s].block) taken += gmi_slot_bytes(m);
     if (!c || inside(user, c)) continue;
-    bool clean = !gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_ZERO);
+    bool clean =
+        !gmi_chunk_has(c, GMI_VALID_HOST) || gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_ZERO | GMI_VALID_FILE);
     if (!clean || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c)) taken += gmi_slot_bytes(m);
   }
   if (taken + need_bytes <= m->config.host_bytes) return GEMINI_OK;

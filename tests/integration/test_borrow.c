@@ -176,6 +176,35 @@ static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
   world_close(&w);
 }
 
+/* Copies on the host of what is borrowed make room, as what has another copy does: for a load and for an update. */
+static void update_span(void *user, const gemini_update_span_t *span) {
+  (void)user;
+  memset(span->out[0], 7, span->element_count);
+}
+static void test_borrowed_copies_on_the_host_make_room(void) {
+  int fd = file_of(6 * CHUNK);
+  world_t w = world_open(world_config(4, 6, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_arena_t states = world_arena(&w, GEMINI_KIND_OTHER, 1, "states", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 6 * CHUNK), state = world_tensor(&w, states, "s", 3 * CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0), whole = world_whole(state, 0, 0);
+  uint32_t mode = GEMINI_WRITE;
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.arenas = &states, u.modes = &mode, u.arena_count = 1, u.fn = update_span;
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  for (int how = 0; how < 2; how++) {
+    CHECK(reads_file(&w, t, 0, 6 * CHUNK, 0, HOST));
+    CHECK_EQ(world_stats(&w).used_bytes[HOST], 6 * CHUNK);
+    if (how) OK(gemini_update(w.mgr, &u));
+    else OK(gemini_load(w.mgr, &whole, fd, 0));
+    if (!how) CHECK(reads_file(&w, state, 0, 3 * CHUNK, 0, HOST));
+    if (!how) OK(gemini_tensor_state_set(w.mgr, state, GEMINI_STATE_FREE));
+  }
+  CHECK(reads_file(&w, t, 0, 6 * CHUNK, 0, DEVICE));
+  close(fd);
+  world_close(&w);
+}
+
 /* A checkpoint has bytes of its own of what was borrowed. */
 static void test_a_checkpoint_of_borrowed_bytes_is_whole(void) {
   int fd = file_of(4 * CHUNK);
@@ -266,6 +295,7 @@ int main(void) {
   RUN(test_a_file_that_changes_is_not_read);
   RUN(test_borrow_refusals_change_nothing);
   RUN(test_borrowed_bytes_are_not_in_the_file_tier);
+  RUN(test_borrowed_copies_on_the_host_make_room);
   RUN(test_a_checkpoint_of_borrowed_bytes_is_whole);
   RUN(test_random_calls_have_the_bytes_of_one_array);
   return check_done();
