@@ -558,6 +558,14 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   ACCEPTED((bad.ranges[0].rule = GEMINI_UPDATE_SKIP, u.first_element = 100, u.element_count = 100,
             u.flags = GEMINI_UPDATE_SPECULATE));
   ACCEPTED((bad.ranges[1].rule = GEMINI_UPDATE_SKIP, w.param_index = GEMINI_INDEX_NONE));
+  /* Nor would an arena that the walk has no use for. */
+  ACCEPTED(modes[1] = GEMINI_READ_WRITE);
+  REFUSED((modes[1] = GEMINI_READ_WRITE, u.flags = GEMINI_UPDATE_SPECULATE),
+          "modes[1] is 3, but the walk does not write that arena");
+  ACCEPTED((w.param_index = GEMINI_INDEX_NONE, modes[0] = GEMINI_READ_WRITE));
+  REFUSED((w.param_index = GEMINI_INDEX_NONE, modes[0] = GEMINI_READ_WRITE, u.flags = GEMINI_UPDATE_SPECULATE),
+          "modes[0] is 3, but the walk does not write that arena");
+  ACCEPTED((w.param_index = GEMINI_INDEX_NONE, modes[0] = GEMINI_READ, u.flags = GEMINI_UPDATE_SPECULATE));
 
 #define OF_SGD(change) (w.adamws = NULL, w.sgds = bad.sgds, w.variance_index = 99, change)
   ACCEPTED(OF_SGD(u.arena_count = 4));
@@ -565,6 +573,8 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
   ACCEPTED(OF_SGD((w.momentum_index = GEMINI_INDEX_NONE, u.arena_count = 3)));
   ACCEPTED(OF_SGD((w.momentum_index = w.param_index = GEMINI_INDEX_NONE, w.grad_index = 0, w.master_index = 1,
                    modes[0] = GEMINI_READ, modes[1] = GEMINI_READ_WRITE, u.arena_count = 2)));
+  ACCEPTED(OF_SGD(u.flags = GEMINI_UPDATE_COMMIT));
+  REFUSED(OF_SGD(u.flags = GEMINI_UPDATE_SPECULATE), "modes[4] is 3, but the walk does not write that arena");
   REFUSED(OF_SGD((bad.sgds[1].momentum = 0.5, w.momentum_index = GEMINI_INDEX_NONE)),
           "sgds[1]: momentum is 0.5, and momentum_index names no arena");
   REFUSED(OF_SGD(u.arena_count = 3), "momentum_index is 3, the update has 3 arenas");
