@@ -57,7 +57,9 @@ static gemini_status_t check(gmi_manager_t *m, const gemini_access_t *theirs, in
                     (unsigned long long)b->fd_offset);
   if (gmi_arena_is_sharded(r->arena))
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "arena %s is sharded: load its ranges", r->arena->name);
-  const gmi_content_t content = gmi_range_content(m, r, true);
+  gmi_range_t all = *r; /* with the other tensors that lie in it (tied weights) */
+  all.tensor = NULL;
+  const gmi_content_t content = gmi_range_content(m, &all, true);
   if (content == GMI_CONTENT_WRONG) return GEMINI_ERR_STATE;
   if (content != GMI_CONTENT_FINE)
     return gmi_fail(GEMINI_ERR_STATE, 0, "a gradient has taken bytes of arena %s: load the range", r->store->name);

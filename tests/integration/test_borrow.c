@@ -155,6 +155,28 @@ static void test_borrow_refusals_change_nothing(void) {
   world_close(&w);
 }
 
+/* Nor does a tensor in the range, of other name than the range's, keep a gradient that the file does not have. */
+static void test_borrow_knows_gradients_of_tied_tensors(void) {
+  int fd = file_of(2 * CHUNK);
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 2, "weights", 0, 0);
+  gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "grads", 0, arena);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * CHUNK), tied, gradient;
+  OK(gemini_tensor_register(w.mgr, arena, "tied", CHUNK, CHUNK, &tied));
+  OK(gemini_tensor_counterpart(w.mgr, tied, grads, &gradient));
+  world_fill(&w, gradient, 0, CHUNK, HOST, 3);
+  gemini_access_t all = world_whole(t, 0, 0);
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, 0), GEMINI_ERR_STATE);
+  CHECK(strstr(world_error().message, "a gradient has taken bytes of arena weights"));
+  CHECK(world_holds(&w, gradient, 0, CHUNK, 3));
+  gemini_access_t zero = world_whole(tied, 0, 0);
+  OK(gemini_zero(w.mgr, &zero));
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  CHECK(reads_file(&w, tied, 0, CHUNK, CHUNK, HOST));
+  close(fd);
+  world_close(&w);
+}
+
 /* Borrowed bytes take no room in the file tier, so they do not leave their files when that becomes smaller. */
 static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
   int fd = file_of(8 * CHUNK);
@@ -294,6 +316,7 @@ int main(void) {
   RUN(test_borrowed_weights_under_a_plan);
   RUN(test_a_file_that_changes_is_not_read);
   RUN(test_borrow_refusals_change_nothing);
+  RUN(test_borrow_knows_gradients_of_tied_tensors);
   RUN(test_borrowed_bytes_are_not_in_the_file_tier);
   RUN(test_borrowed_copies_on_the_host_make_room);
   RUN(test_a_checkpoint_of_borrowed_bytes_is_whole);
