@@ -805,7 +805,7 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
  *  @param fd  a regular file; it may be closed afterwards. At most 256 files are borrowed by a manager
  *  @param fd_offset  byte offset in the file; of any alignment
  *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it; nothing changed
- *  @retval GEMINI_ERR_IO  the file cannot be opened for reading; nothing changed
+ *  @retval GEMINI_ERR_IO  the file cannot be looked at, or opened for reading; nothing changed
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, pinned to the device, or being loaded; nothing changed
  *  @retval GEMINI_ERR_STATE  a gradient has taken bytes of the range
  *  @retval GEMINI_ERR_UNSUPPORTED  the arena is sharded, or file_engine asks for an engine that does not work

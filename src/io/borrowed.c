@@ -55,6 +55,7 @@ struct gmi_borrowed_read {
   atomic_uint left;
   atomic_uint failed;      /* Atomic: number of a part that failed, from 1 on; 0: none. Ordered by `left` */
   gemini_status_t refusal; /* OK, or why nothing is read: the message is the request's */
+  int refusal_code;        /* the native one of the refusal */
   part_t parts[];
 };
 
@@ -120,8 +121,12 @@ static gemini_status_t open_file(gmi_borrowed_t *b, int fd, const struct stat *n
 
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *b, int fd, uint64_t end, uint32_t *file_out) {
   struct stat now;
-  if (b->sys->fstat(fd, &now))
-    return gmi_fail(GEMINI_ERR_INVALID, errno, "fd is %d, must be an open file descriptor", fd);
+  if (b->sys->fstat(fd, &now)) {
+    int error = errno;
+    return error == EBADF
+               ? gmi_fail(GEMINI_ERR_INVALID, error, "fd is %d, must be an open file descriptor", fd)
+               : gmi_fail(GEMINI_ERR_IO, error, "file descriptor %d cannot be looked at: %s", fd, strerror(error));
+  }
   if (!S_ISREG(now.st_mode)) return gmi_fail(GEMINI_ERR_INVALID, 0, "fd %d is not of a regular file", fd);
   if ((uint64_t)now.st_size < end)
     return gmi_fail(GEMINI_ERR_FORMAT, 0, "file descriptor %d ends at offset %llu, the range needs %llu bytes", fd,
@@ -205,7 +210,7 @@ static void part_done(gmi_request_t *io) {
   if (atomic_fetch_sub(&r->left, 1) > 1) return;
   const uint32_t failed = atomic_load(&r->failed);
   request->io.status = r->refusal;
-  request->io.native_code = 0;
+  request->io.native_code = r->refusal_code;
   if (failed && !r->refusal) {
     part = &r->parts[failed - 1];
     request->io.status = part->io.status;
@@ -222,15 +227,23 @@ static void part_done(gmi_request_t *io) {
 
 /* Refuses to read files that are not what they were. The answer may be outdated at once: this finds files that were
  * replaced or written to, not writes beside the read. */
-static gemini_status_t check_files(const gmi_borrowed_t *b, const block_t *block, gmi_block_request_t *request) {
+static gemini_status_t check_files(const gmi_borrowed_t *b, const block_t *block, gmi_block_request_t *request,
+                                   int *native_code_out) {
+  const char *owner = request->owner ? request->owner : "borrowed files";
   for (uint32_t i = 0; i < block->count; i++) {
     const file_t *file = b->files[block->pieces[i].file];
     struct stat now;
     if (i && block->pieces[i].file == block->pieces[i - 1].file) continue;
-    if (!b->sys->fstat(file->fd, &now) && is_unchanged(&file->then, &now)) continue;
+    if (b->sys->fstat(file->fd, &now)) {
+      *native_code_out = errno;
+      snprintf(request->message, sizeof request->message, "%.112s: %.128s cannot be looked at: %.80s", owner,
+               file->name, strerror(*native_code_out));
+      return GEMINI_ERR_IO;
+    }
+    if (is_unchanged(&file->then, &now)) continue;
     snprintf(request->message, sizeof request->message,
-             "%.112s: %.128s was changed since a range of it was borrowed, so its bytes are not what they were",
-             request->owner ? request->owner : "borrowed files", file->name);
+             "%.112s: %.128s was changed since a range of it was borrowed, so its bytes are not what they were", owner,
+             file->name);
     return GEMINI_ERR_FORMAT;
   }
   return GEMINI_OK;
@@ -247,7 +260,7 @@ void gmi_borrowed_submit(gmi_borrowed_t *b, gmi_borrowed_read_t *r, gmi_block_re
   uint8_t *buffer = request->buffer;
   request->message[0] = 0;
   r->request = request;
-  r->refusal = check_files(b, block, request);
+  r->refusal = check_files(b, block, request, &r->refusal_code);
   /* The engine refuses size 0 and calls done on its own thread: a refused request ends like any other, and never within
    * the caller's submit. */
   const uint32_t count = r->refusal ? 1 : block->count;

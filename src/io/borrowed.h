@@ -28,7 +28,7 @@ gemini_status_t gmi_borrowed_open(uint32_t engine_kind, const gmi_sys_t *sys, gm
 void gmi_borrowed_close(gmi_borrowed_t *borrowed);
 /* Opens a file for itself that fd is open for, or finds it again, and checks that it has end_bytes. INVALID: fd is not
  * open, or not a regular file; too many files are borrowed. FORMAT: it ends before, or was changed since it was
- * borrowed first. IO: it cannot be opened for reading. */
+ * borrowed first. IO: it cannot be looked at, or opened for reading. */
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *borrowed, int fd, uint64_t end_bytes, uint32_t *file_out);
 /* Makes a block: the pieces of another one (GMI_BLOCK_NONE: of none), with those bytes replaced that the new piece
  * covers: size_bytes at `at` are those of the file at offset_bytes. OOM_SYSTEM. */

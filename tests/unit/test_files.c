@@ -1,6 +1,8 @@
 /* Chunks in files, at the manager's level: updates with states in files, with every fault that the system calls below
  * can have, by both engines. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
+#include <sys/mman.h>
+
 #include "tiers_world.h"
 
 /* ---- without faults: three tiers against plain arrays */
@@ -892,6 +894,38 @@ static void test_room_for_a_piece_costs_no_more_writes_than_chunks(void) {
   opt_close(o);
 }
 
+/* ---- borrowed files */
+static int fstat_error;
+static int fault_fstat(int fd, struct stat *info) {
+  return fstat_error ? (errno = fstat_error, -1) : gmi_sys_real.fstat(fd, info);
+}
+/* A file whose time of modification cannot be asked for has not changed for all that. */
+static void test_a_borrowed_file_that_cannot_be_looked_at_is_no_changed_one(void) {
+  fault_sys.fstat = fault_fstat;
+  world_t w = world_open(tiers_config(2, 2, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * WORLD_CHUNK);
+  static uint8_t bytes[2 * WORLD_CHUNK];
+  world_write(bytes, 0, sizeof bytes, 3);
+  int fd = memfd_create("weights", MFD_CLOEXEC);
+  CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
+  gemini_access_t all = world_whole(t, GEMINI_READ, GEMINI_TIER_HOST);
+  fstat_error = EIO;
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, 0), GEMINI_ERR_IO);
+  CHECK_EQ(world_error().native_code, EIO);
+  fstat_error = 0;
+  CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
+  fstat_error = ENOMEM;
+  CHECK_STATUS(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_IO);
+  CHECK_EQ(world_error().native_code, ENOMEM);
+  CHECK_SAYS(world_error().message, "chunk 0 of arena weights: ");
+  CHECK_SAYS(world_error().message, "cannot be looked at");
+  fstat_error = 0;
+  CHECK(world_holds(&w, t, 0, 2 * WORLD_CHUNK, 3));
+  close(fd);
+  world_close(&w);
+}
+
 int main(void) {
   tiers_begin();
   bool uring = has_uring();
@@ -921,6 +955,7 @@ int main(void) {
     RUN_TIMED(test_arenas_and_managers_end_while_updates_wait);
     RUN_TIMED(test_threads_train_side_by_side);
     RUN_TIMED(test_room_for_a_piece_costs_no_more_writes_than_chunks);
+    RUN_TIMED(test_a_borrowed_file_that_cannot_be_looked_at_is_no_changed_one);
   }
   return check_done();
 }
