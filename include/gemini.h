@@ -700,7 +700,9 @@ GEMINI_API gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t 
 /** Ends the use of acquired ranges, after the work queued on the stream so far; on the host, too, as work of a GPU can
  *  read and write there. Object, range, mode and tier must be those of the acquire. ptr is ignored on the device, and
  *  on the host must be the one that the acquire returned.
- *  @retval GEMINI_ERR_STATE  one of the ranges is not acquired with this mode and tier
+ *  @retval GEMINI_ERR_STATE  one of the ranges is not acquired with this mode and tier, or it is on the host while the
+ *           stream is being captured; nothing changed
+ *  @retval GEMINI_ERR_DEVICE  the device refused to mark the stream: all ranges are released all the same
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
                                           gemini_stream_t stream) GEMINI_MUST_CHECK;

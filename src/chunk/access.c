@@ -683,12 +683,11 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
  * returns the error, and the chunks are released all the same. */
 static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
                                       uint32_t stream, bool locked) {
+  const bool on_device = access->tier == GEMINI_TIER_DEVICE;
   gemini_status_t status = GEMINI_OK;
-  if (access->tier == GEMINI_TIER_HOST && stream != GMI_CALLER && r->first <= r->last)
-    status = gmi_slots_use(m, &r->store->chunks[r->first], r->last - r->first + 1, stream);
+  if (!on_device) status = gmi_slots_use(m, r->store->chunks, r->first, r->last, stream);
   for (uint64_t i = r->first; i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
-    const bool on_device = access->tier == GEMINI_TIER_DEVICE;
     const gemini_status_t used = on_device ? gmi_chunk_use(m, c, access->mode, stream, locked) : GEMINI_OK;
     if (used) status = used;
     gmi_chunk_unhold(m, c, access->tier, access->mode);
@@ -772,6 +771,7 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   if (locked) {
     gmi_lock(m, "gemini_release");
     status = gmi_stream_resolve(m, stream, &s);
+    if (!status && host) status = gmi_slots_may_be_used(m, s);
   }
   if (!status) status = release_batch(m, accesses, count, s, locked);
   if (host) gmi_updates_room(m);

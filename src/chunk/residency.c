@@ -368,15 +368,24 @@ gemini_status_t gmi_chunk_wait_slot(gmi_manager_t *m, uint32_t stream, const gmi
   return status;
 }
 
-/* The mark is placed now, as workers wait for a slot's fence without the lock. */
-gemini_status_t gmi_slots_use(gmi_manager_t *m, const gmi_chunk_t *chunks, uint32_t count, uint32_t stream) {
+/* The mark is placed now, as workers wait for a slot's fence without the lock. If the device refuses it, it is placed
+ * when it is first needed; a worker that comes before that fails. */
+gemini_status_t gmi_slots_use(gmi_manager_t *m, const gmi_chunk_t *chunks, uint32_t first, uint32_t last,
+                              uint32_t stream) {
   gmi_fence_t fence;
+  if (stream == GMI_CALLER || first > last) return GEMINI_OK;
   gemini_status_t status = gmi_fence_now_untimed(m, stream, &fence);
-  for (uint32_t i = 0; !status && i < count; i++) {
+  if (status) fence = gmi_fence_later(m, stream);
+  for (uint64_t i = first; i <= last; i++) {
     gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(&chunks[i])];
     slot->fence = gmi_fence_join(m, slot->fence, fence);
   }
   return status;
+}
+gemini_status_t gmi_slots_may_be_used(gmi_manager_t *m, uint32_t stream) {
+  gmi_fence_t fence; /* asking is placing a mark */
+  gemini_status_t status = stream == GMI_CALLER ? GEMINI_OK : gmi_fence_now_untimed(m, stream, &fence);
+  return status == GEMINI_ERR_STATE ? status : GEMINI_OK;
 }
 
 /* Queues the copy in three steps: the link's stream waits for the slot's users, then copies, then places the mark that

@@ -44,8 +44,11 @@ void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_host_wrote(gmi_manager_t *m, gmi_chunk_t *c);
 /* Makes stream wait until the chunk's slot, which it has, can be read and written. */
 gemini_status_t gmi_chunk_wait_slot(gmi_manager_t *m, uint32_t stream, const gmi_chunk_t *c);
-/* What the stream has queued so far may use the slots of the chunks, which they have: later users wait for it. */
-gemini_status_t gmi_slots_use(gmi_manager_t *m, const gmi_chunk_t *chunks, uint32_t count, uint32_t stream);
+/* What the stream has queued so far may use the slots of the chunks first to last (first > last: none), which they
+ * have: later users wait for it, also if this fails. */
+gemini_status_t gmi_slots_use(gmi_manager_t *m, const gmi_chunk_t *chunks, uint32_t first, uint32_t last,
+                              uint32_t stream);
+gemini_status_t gmi_slots_may_be_used(gmi_manager_t *m, uint32_t stream); /* STATE: the stream is being captured */
 uint8_t *gmi_chunk_device(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Maps a frame at the address of a chunk or of a heap page. Blocks until queued work has left the frame mapped there
  * before; returns at once when it is the same frame. */

@@ -137,8 +137,47 @@ static void test_every_failure_of_the_driver_is_named(void) {
   CHECK(failed > 0);
 }
 
+/* A range on the host that could not be released as it should is released; what the stream does there is waited for all
+ * the same. */
+typedef struct {
+  uint8_t *at;
+  uint64_t size, seed;
+} write_t;
+static void write_later(void *user) {
+  const write_t *write = user;
+  usleep(50000);
+  world_write(write->at, 0, write->size, write->seed);
+}
+static void test_host_release_that_the_driver_refuses_keeps_its_work(void) {
+  bool reached = true;
+  uint64_t failed = 0;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    for (uint64_t i = 0; i < 2; i++) { /* the second one: slots with work of another stream */
+      gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ_WRITE, HOST);
+      CHECK_OK(gemini_acquire(g.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      write_t write = { a.ptr, 4096, n * 2 + i + 1 };
+      CHECK_OK(gemini_stream_call(g.w.mgr, i ? g.stream : g.w.stream, write_later, &write));
+      uint64_t first = fake_cuda_calls() + 1 + n;
+      fake_cuda_fail(first, first + 1, CU_UNKNOWN);
+      gemini_status_t status = gemini_release(g.w.mgr, &a, 1, i ? g.stream : g.w.stream);
+      reached = fake_cuda_calls() >= first;
+      fake_cuda_fail(0, 0, 0);
+      CHECK(!status || status == GEMINI_ERR_DEVICE);
+      failed += status != GEMINI_OK;
+      CHECK_STATUS(gemini_release(g.w.mgr, &a, 1, g.stream), GEMINI_ERR_STATE);
+      CHECK(world_holds(&g.w, g.t, 0, 4096, write.seed));
+      gemini_stream_t streams[] = { g.stream, g.w.stream };
+      for (int k = 0; k < 2; k++) CHECK_OK(gemini_stream_synchronize(g.w.mgr, streams[k]));
+    }
+    finish(&g);
+  }
+  CHECK(failed > 0);
+}
+
 int main(void) {
   RUN(test_every_failure_of_the_driver_is_named);
+  RUN(test_host_release_that_the_driver_refuses_keeps_its_work);
   RUN(test_stream_that_could_not_be_destroyed_stays);
   RUN(test_device_budget_that_could_not_be_changed_stays);
   fake_cuda_reset();

@@ -976,6 +976,21 @@ static void set_later(void *user) {
   usleep(100000);
   set_now(user);
 }
+/* Of a stream that is being captured nothing could be waited for. */
+static void test_host_release_on_a_captured_stream_is_refused_whole(void) {
+  world_t w = start(4, 4);
+  set_on_host(&w, 0, 5);
+  gemini_access_t a[2] = { chunk_of(arena, 0, 1, READ, HOST), chunk_of(arena, 1, 1, READ, DEVICE) };
+  CHECK_OK(gemini_acquire(w.mgr, a, 2, w.stream));
+  CHECK_EQ(cuStreamBeginCapture_v2(native, 0), CU_SUCCESS);
+  for (int i = 0; i < 2; i++) CHECK_STATUS(gemini_release(w.mgr, a, 2, w.stream), GEMINI_ERR_STATE);
+  CHECK_SAYS(world_error().message, "the stream is being captured");
+  struct cu_graph *graph;
+  CHECK_EQ(cuStreamEndCapture(native, &graph), CU_SUCCESS);
+  CHECK_EQ(cuGraphDestroy(graph), CU_SUCCESS);
+  CHECK_OK(gemini_release(w.mgr, a, 2, w.stream));
+  finish(&w);
+}
 static uint64_t read_later;
 static void read_now(void *user) {
   usleep(100000);
@@ -1138,6 +1153,7 @@ int main(void) {
   RUN(test_graph_larger_than_its_frames_reads_the_newest_bytes);
   RUN(test_graph_copies_run_beside_kernels);
   RUN(test_graph_and_work_on_the_host_wait_for_each_other);
+  RUN(test_host_release_on_a_captured_stream_is_refused_whole);
   RUN(test_graph_random_replays_are_right);
   RUN(test_graph_running_replay_keeps_writers_waiting);
   RUN(test_graph_enter_waits_on_the_stream_for_updates);
