@@ -146,7 +146,7 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
                                 .mode = s->mode,
                                 .tier = s->tier,
                                 .ptr = access->ptr,
-                                .stream = device ? stream : -1,
+                                .stream = stream,
                                 .store = r->store,
                                 .at = r->at };
   if (!r->size) return;
@@ -155,7 +155,7 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
   snprintf(what, sizeof what, "acquired on the %s, %s %d at %llu", device ? "device" : "host",
            r->is_arena ? "arena" : "tensor", r->entry, (unsigned long long)r->offset);
   bool write = s->mode & GEMINI_WRITE;
-  use_bytes(a, m, device ? stream : -1, access->ptr, r->at, r->size,
+  use_bytes(a, m, stream, access->ptr, r->at, r->size,
             s->mode & GEMINI_READ && !p->arenas[r->store].unknown ? model : NULL, write, seed, what);
   if (write) pattern_fill(model, r->at, r->size, seed);
   p->touched = true;
@@ -289,7 +289,8 @@ void run_release(actor_t *a, const op_t *op) {
   }
   if (!n) return;
   gemini_status_t status = CALL(a, OK, gemini_release, m->handle, accesses, n, handle);
-  for (uint32_t k = 0; !status && k < n; k++) hold_end(a, m, holds[k]);
+  bool ended = status != GEMINI_ERR_STATE; /* the device's failures do not keep anything acquired */
+  for (uint32_t k = 0; ended && k < n; k++) hold_end(a, m, holds[k]);
 }
 
 bool make_release(actor_t *a, op_t *op) {

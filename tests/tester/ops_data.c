@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "tester.h"
@@ -62,6 +63,58 @@ bool make_load(actor_t *a, op_t *op) {
   op_add(op, 1 + rnd(a, 1 << 20));
   op_add(op, chance(a, 10) ? rnd(a, 100000) : 0);
   op_add(op, chance(a, 30) ? rnd(a, 5000) : 0);
+  s.hold = 0;
+  spec_add(op, s);
+  return true;
+}
+
+/* ---- borrow: number of the file, where in it; access */
+static int borrowed_file(actor_t *a, uint64_t k) {
+  if (a->borrowed[k]) return a->borrowed[k];
+  int fd = memfd_create("borrowed", MFD_CLOEXEC);
+  uint8_t *bytes = malloc(BORROWED_BYTES);
+  if (fd <= 0 || !bytes) abort();
+  pattern_fill(bytes, 0, BORROWED_BYTES, k + 1);
+  if (pwrite(fd, bytes, BORROWED_BYTES, 0) != BORROWED_BYTES) abort();
+  free(bytes);
+  return a->borrowed[k] = fd;
+}
+
+void run_borrow(actor_t *a, const op_t *op) {
+  manager_t *m = manager_of(a, op);
+  part_t *p = part_of(a, m);
+  spec_t s = spec_at(op, 2);
+  range_t r = range_of(p, s.is_arena, s.entry, s.offset, s.size);
+  /* the file's pattern at this place are finite numbers, as all patterns are */
+  uint64_t file = op->arg[0] % BORROWED, from = op->arg[1] - op->arg[1] % 8 + r.at % 8;
+  if (!m->open || !r.live) return;
+  statuses_t wrong = r.wrong, perhaps = no_room(a, m, 0);
+  bool ends_early = r.size && from + r.size > BORROWED_BYTES;
+  if (!wrong) {
+    use_t use = range_use(p, &r, chunk_bytes(a, m));
+    if (use.device || use.host || use.pins) wrong |= BUSY;
+    range_t all = r; /* with the other tensors that lie in it */
+    all.is_arena = true;
+    if (content_of(p, &all, true) != CONTENT_FINE) wrong |= STATE;
+  }
+  if (ends_early) perhaps |= FORMAT;
+  gemini_access_t access = ACCESS(r.object, s.offset, s.size, s.mode, s.tier);
+  gemini_status_t status = CALL(a, wrong ? wrong | perhaps : (ends_early ? FORMAT : OK) | perhaps, gemini_borrow,
+                                m->handle, &access, borrowed_file(a, file), from);
+  if (wrong || !r.size || status == GEMINI_ERR_FORMAT) return;
+  uint8_t *wanted = malloc(r.size);
+  pattern_fill(wanted, from, r.size, file + 1);
+  if (status) look_at_bytes(a, m, r.store, r.at, r.size, wanted, "a borrow"); /* of which a part was to be loaded */
+  else memcpy(p->arenas[r.store].bytes + r.at, wanted, r.size);
+  free(wanted);
+  loaded(p, r.arena, r.at, r.size, !status);
+  p->touched = true;
+}
+bool make_borrow(actor_t *a, op_t *op) {
+  spec_t s;
+  if (!spec_make(a, manager_of(a, op), &s)) return false;
+  op_add(op, rnd(a, BORROWED));
+  op_add(op, chance(a, 90) ? rnd(a, 100000) : BORROWED_BYTES - rnd(a, 100000));
   s.hold = 0;
   spec_add(op, s);
   return true;
@@ -408,7 +461,9 @@ void run_update(actor_t *a, const op_t *op) {
       differs(a, "spans of %llu elements were given to the function, of %llu", (unsigned long long)u->seen,
               (unsigned long long)u->elements);
     update_done(p, u, arenas, results);
-    bool failed = a->fired && (op->fault == FAULT_FILE || op->fault == FAULT_RING) && status && says_did_not_run();
+    /* A late one tells later that the read of a chunk failed when a worker had its piece already. */
+    bool failed =
+        a->fired && (op->fault == FAULT_FILE || op->fault == FAULT_RING) && (status ? says_did_not_run() : late);
     if (failed) atomic_store(&a->w->update_failed, true);
     if (failed || (a->fired && op->fault == FAULT_DRIVER)) update_lost(u);
     p->touched = true;
@@ -475,3 +530,9 @@ bool make_update_wait(actor_t *a, op_t *op) {
   (void)op;
   return a->updates != NULL || chance(a, 20);
 }
+
+void run_update_drop(actor_t *a, const op_t *op) {
+  manager_t *m = manager_of(a, op);
+  if (m->open) CALL(a, OK, gemini_update_drop, m->handle);
+}
+bool make_update_drop(actor_t *a, op_t *op) { return manager_of(a, op)->open; }

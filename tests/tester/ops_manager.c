@@ -398,7 +398,7 @@ void run_checkpoint(actor_t *a, const op_t *op) {
   if (!m->open) return;
   uint32_t i = manager_index(a, m);
   statuses_t wrong = !m->config.checkpoint_name ? STATE : any_hold(a, m, true) ? BUSY : 0, perhaps = 0;
-  if (m->config.checkpoint_name) perhaps = checkpoint_room(a, m);
+  if (m->config.checkpoint_name) perhaps = checkpoint_room(a, m) | updates_failed(a);
   uint64_t untold = faults_untold(w, FAULT_FILE) + faults_untold(w, FAULT_RING);
   gemini_status_t status = CALL(a, (wrong ? wrong : OK) | perhaps, gemini_checkpoint, m->handle);
   if (wrong) return;

@@ -5,9 +5,14 @@
 #include "tester.h"
 
 /* ---- brackets */
+/* Label. */
 void run_iteration_begin(actor_t *a, const op_t *op) {
   manager_t *m = manager_of(a, op);
-  if (!m->open || CALL(a, m->iteration ? STATE : OK, gemini_iteration_begin, m->handle)) return;
+  const statuses_t allowed = m->iteration ? STATE : OK;
+  if (!m->open) return;
+  if (op->arg[0] ? CALL(a, allowed, gemini_iteration_begin_with, m->handle, op->arg[0])
+                 : CALL(a, allowed, gemini_iteration_begin, m->handle))
+    return;
   m->iteration = true;
   m->ops = 0;
   atomic_store(&m->record_lost, false);
@@ -41,11 +46,19 @@ static bool plan_iterations(actor_t *a, uint8_t manager) {
     }
     plan(a, OP_op_end, manager);
   }
-  if (chance(a, 60)) plan_made(a, OP_update, manager);
+  const uint32_t at = a->queue_end;
+  if (chance(a, 60) && plan_made(a, OP_update, manager) && chance(a, 50) && a->queue_end < QUEUE) {
+    a->queue[a->queue_end++] = a->queue[at]; /* first computed ahead, then taken over */
+    a->queue[at].arg[1] = GEMINI_UPDATE_SPECULATE;
+    a->queue[at + 1].arg[1] = GEMINI_UPDATE_COMMIT | a->queue[at + 1].arg[1] % 2 * GEMINI_UPDATE_LATE;
+  }
   plan(a, OP_iteration_end, manager);
   uint32_t length = a->queue_end - first;
+  const uint32_t label = chance(a, 40) ? 1 + rnd(a, 2) : 0;
   for (uint32_t r = 0; r < repeats; r++) {
-    if (plan(a, OP_iteration_begin, manager) == NULL) return true;
+    op_t *begin = plan(a, OP_iteration_begin, manager);
+    if (!begin) return true;
+    op_add(begin, label);
     for (uint32_t i = 0; i < length && a->queue_end < QUEUE; i++) a->queue[a->queue_end++] = a->queue[first + i];
   }
   return true;
@@ -53,6 +66,7 @@ static bool plan_iterations(actor_t *a, uint8_t manager) {
 bool make_iteration_begin(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open || (m->iteration && chance(a, 95))) return false;
+  op_add(op, chance(a, 30) ? 1 + rnd(a, 2) : 0);
   if (chance(a, 60)) plan_iterations(a, op->manager);
   return true;
 }

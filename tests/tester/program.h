@@ -45,10 +45,12 @@
   X(unpin, 25, OWN)             \
   X(zero, 60, OWN)              \
   X(load, 40, OWN)              \
+  X(borrow, 25, OWN)            \
   X(store, 30, OWN)             \
   X(norm, 30, OWN)              \
   X(update, 60, OWN)            \
   X(update_wait, 15, OWN)       \
+  X(update_drop, 8, OWN)        \
   X(alloc, 40, OWN)             \
   X(free, 35, OWN)              \
   X(host_alloc, 20, OWN)        \

@@ -315,5 +315,7 @@ void world_close(world_t *w) {
   for (uint32_t i = 0; i < w->options.threads; i++) {
     munmap(w->actors[i].file, FILE_BYTES);
     close(w->actors[i].fd);
+    for (int k = 0; k < BORROWED; k++)
+      if (w->actors[i].borrowed[k]) close(w->actors[i].borrowed[k]);
   }
 }

@@ -119,7 +119,7 @@ typedef struct update {
 void update_apply(const update_t *u, uint64_t first, uint64_t count, void *const *ptr);
 
 typedef struct world world_t;
-enum { QUEUE = 256, GONE = 64 };
+enum { QUEUE = 256, GONE = 64, BORROWED = 2, BORROWED_BYTES = 4 << 20 };
 typedef struct actor {
   world_t *w;
   uint32_t index;
@@ -137,7 +137,8 @@ typedef struct actor {
   uint32_t gone_count;
   int fd; /* memory file for load and store */
   uint8_t *file;
-  uint64_t names; /* names given so far */
+  int borrowed[BORROWED]; /* memory files that do not change; 0: not made yet */
+  uint64_t names;         /* names given so far */
   update_t *updates;
   pthread_t thread;
   bool active;

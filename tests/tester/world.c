@@ -55,7 +55,7 @@ static const int errors_of[] = { 0, EIO, ENOSPC, EINTR, EDQUOT };
 /* The statuses with which a call may report a fault. */
 static statuses_t fault_statuses(uint32_t kind, const char *function) {
   /* io_uring could not be set up, for which its eventfd is needed, too */
-  statuses_t no_uring = strcmp(function, "gemini_manager_open") ? 0 : UNSUPPORTED;
+  statuses_t no_uring = strcmp(function, "gemini_manager_open") && strcmp(function, "gemini_borrow") ? 0 : UNSUPPORTED;
   switch (kind) {
   case FAULT_MEMORY: return OOM_SYSTEM | OOM_HOST | PENDING; /* OOM_HOST: committing reserved memory failed */
   case FAULT_THREAD: return OOM_SYSTEM;
@@ -285,8 +285,8 @@ void sync_holds(actor_t *a, manager_t *m, int store, uint64_t at, uint64_t size,
   part_t *p = part_of(a, m);
   for (int i = 0; i < HOLDS; i++) {
     hold_t *h = &p->holds[i];
-    if (!h->live || h->store != store || h->stream < 0 || h->tier != GEMINI_TIER_DEVICE || h->at >= at + size ||
-        at >= h->at + h->size || (writers_only && !(h->mode & GEMINI_WRITE)))
+    if (!h->live || h->store != store || h->stream < 0 || h->at >= at + size || at >= h->at + h->size ||
+        (writers_only && !(h->mode & GEMINI_WRITE)))
       continue;
     gemini_stream_t handle = stream_handle(a, m, h->stream);
     if (handle != GEMINI_STREAM_CALLER) QUIET(a, OK, gemini_stream_synchronize, m->handle, handle);
