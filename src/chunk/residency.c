@@ -92,7 +92,8 @@ static void unmap(gmi_manager_t *m, void *address, gmi_mapping_t *mapping) {
 
 void gmi_map_leave(gmi_manager_t *m, void *address, gmi_mapping_t *mapping, gmi_fence_t fence) {
   mapping->left = fence;
-  if (m->config.flags & GEMINI_CONFIG_STRICT) unmap(m, address, mapping);
+  /* Where the wait fails, the work may go on: the address stays mapped, as it does without STRICT. */
+  if (m->config.flags & GEMINI_CONFIG_STRICT && !gmi_fence_sync(m, fence)) unmap(m, address, mapping);
 }
 
 /* Unmaps the chunks that map frame; GMI_NONE: all mapped chunks. */
@@ -317,7 +318,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
       m->frames.used--;
     }
     status = gmi_fence_sync(m, m->frames.at[frame].ready);
-    unmap_from(m, frame); /* a frame must be idle and unmapped everywhere before it is destroyed */
+    if (!status) unmap_from(m, frame); /* a frame must be idle and unmapped everywhere before it is destroyed */
     if (!status) {
       status = m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m));
       if (status == GEMINI_ERR_INVALID)

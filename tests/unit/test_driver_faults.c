@@ -12,6 +12,7 @@ typedef struct {
   gemini_tensor_t t;
 } gpu_t;
 
+static uint32_t flags; /* of the managers */
 static gpu_t start(void) {
   fake_cuda_reset();
   gmi_cuda_driver_replace(fake_cuda_symbol);
@@ -20,6 +21,7 @@ static gpu_t start(void) {
   c.chunk_bytes = W;
   c.device_bytes = 4 * W;
   c.host_bytes = 8 * W;
+  c.flags = flags;
   gpu_t g = { .w = world_open(c) };
   g.t = world_tensor(&g.w, world_arena(&g.w, GEMINI_KIND_OTHER, 1, "a", 0, 0), "t", 4 * W);
   CHECK_OK(gemini_stream_create(g.w.mgr, &g.stream));
@@ -175,9 +177,47 @@ static void test_host_release_that_the_driver_refuses_keeps_its_work(void) {
   CHECK(failed > 0);
 }
 
+/* With GEMINI_CONFIG_STRICT a chunk that leaves is unmapped at once, but not under work that could not be waited for. */
+typedef struct {
+  const uint8_t *at;
+  bool right;
+} read_t;
+static void read_later(void *user) {
+  read_t *read = user;
+  usleep(20000);
+  read->right = world_reads(read->at, 0, 4096, 7);
+}
+static void test_strict_leaves_work_its_mapping_where_waiting_fails(void) {
+  bool reached = true;
+  flags = GEMINI_CONFIG_STRICT;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    world_fill(&g.w, g.t, 0, 4096, HOST, 7);
+    gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ, DEVICE), down = world_part(g.t, 0, W, 0, HOST);
+    CHECK_OK(gemini_acquire(g.w.mgr, &a, 1, g.stream));
+    read_t read = { a.ptr, false };
+    CHECK_OK(gemini_stream_call(g.w.mgr, g.stream, read_later, &read));
+    CHECK_OK(gemini_release(g.w.mgr, &a, 1, g.stream));
+    uint64_t first = fake_cuda_calls() + 1 + n;
+    fake_cuda_fail(first, first, CU_UNKNOWN);
+    gemini_status_t status = gemini_move(g.w.mgr, &down, 1);
+    reached = fake_cuda_calls() >= first;
+    fake_cuda_fail(0, 0, 0);
+    CHECK(!status || status == GEMINI_ERR_DEVICE);
+    CHECK_OK(gemini_stream_synchronize(g.w.mgr, g.stream));
+    CHECK(read.right);
+    use_elsewhere(&g);
+    status = gemini_manager_close(g.w.mgr);
+    CHECK(!status || status == GEMINI_ERR_DEVICE);
+    CHECK_EQ(fake_cuda_violations(), 0);
+  }
+  flags = 0;
+}
+
 int main(void) {
   RUN(test_every_failure_of_the_driver_is_named);
   RUN(test_host_release_that_the_driver_refuses_keeps_its_work);
+  RUN(test_strict_leaves_work_its_mapping_where_waiting_fails);
   RUN(test_stream_that_could_not_be_destroyed_stays);
   RUN(test_device_budget_that_could_not_be_changed_stays);
   fake_cuda_reset();
