@@ -806,7 +806,8 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
  *  @param access  object and range; mode and tier are ignored
  *  @param fd  a regular file; it may be closed afterwards. At most 256 files are borrowed by a manager
  *  @param fd_offset  byte offset in the file; of any alignment
- *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it; nothing changed
+ *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it that still has its
+ *           bytes there; nothing changed
  *  @retval GEMINI_ERR_IO  the file cannot be looked at, or opened for reading; nothing changed
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, pinned to the device, or being loaded; nothing changed
  *  @retval GEMINI_ERR_STATE  a gradient has taken bytes of the range

@@ -119,6 +119,14 @@ static gemini_status_t open_file(gmi_borrowed_t *b, int fd, const struct stat *n
   return status;
 }
 
+/* Does a block have a range of the file? */
+static bool is_in_use(const gmi_borrowed_t *b, uint32_t file) {
+  for (uint32_t i = 0; i < b->block_count; i++)
+    for (uint32_t k = 0; k < b->blocks[i].count; k++)
+      if (b->blocks[i].pieces[k].file == file) return true;
+  return false;
+}
+
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *b, int fd, uint64_t end, uint32_t *file_out) {
   struct stat now;
   if (b->sys->fstat(fd, &now)) {
@@ -135,9 +143,10 @@ gemini_status_t gmi_borrowed_file(gmi_borrowed_t *b, int fd, uint64_t end, uint3
   while (i-- > 0) {
     if (!is_same(&b->files[i]->then, &now)) continue;
     *file_out = i;
-    return is_unchanged(&b->files[i]->then, &now)
-               ? GEMINI_OK
-               : gmi_fail(GEMINI_ERR_FORMAT, 0, "%s was changed since a range of it was borrowed", b->files[i]->name);
+    if (!is_unchanged(&b->files[i]->then, &now) && is_in_use(b, i))
+      return gmi_fail(GEMINI_ERR_FORMAT, 0, "%s was changed since a range of it was borrowed", b->files[i]->name);
+    b->files[i]->then = now;
+    return GEMINI_OK;
   }
   file_t **files = gmi_array_room(b->files, b->file_count, &b->file_capacity, sizeof *files);
   if (files) b->files = files;

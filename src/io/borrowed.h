@@ -4,7 +4,7 @@
  * A borrowed block stands where a block of the store (store.h) does, as the copy of a chunk in the lowest tier. It is a
  * list of pieces, each a range of a file, at any offset; what no piece covers reads as zero. There is no copy of the
  * bytes in the store, and no checksum: a file that has another size or another time of modification than it had when it
- * was borrowed first is not read any more.
+ * was borrowed first is not read any more, until no block has a range of it and it is borrowed again.
  *
  * Files are read through the page cache, as offsets in them are not aligned for O_DIRECT. Threads: calls on one record
  * are made one at a time (under the manager's lock); only done runs on a thread of the engine. */
@@ -28,7 +28,7 @@ gemini_status_t gmi_borrowed_open(uint32_t engine_kind, const gmi_sys_t *sys, gm
 void gmi_borrowed_close(gmi_borrowed_t *borrowed);
 /* Opens a file for itself that fd is open for, or finds it again, and checks that it has end_bytes. INVALID: fd is not
  * open, or not a regular file; too many files are borrowed. FORMAT: it ends before, or was changed since it was
- * borrowed first. IO: it cannot be looked at, or opened for reading. */
+ * borrowed first, and blocks still have ranges of it. IO: it cannot be looked at, or opened for reading. */
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *borrowed, int fd, uint64_t end_bytes, uint32_t *file_out);
 /* Makes a block: the pieces of another one (GMI_BLOCK_NONE: of none), with those bytes replaced that the new piece
  * covers: size_bytes at `at` are those of the file at offset_bytes. OOM_SYSTEM. */

@@ -128,6 +128,29 @@ static void test_a_file_that_changes_is_not_read(void) {
   world_close(&w);
 }
 
+/* When nothing has bytes of a file any more, it may change, and be borrowed anew. */
+static void test_a_file_that_nothing_is_borrowed_from_may_change(void) {
+  int fd = file_of(2 * CHUNK);
+  world_t w = world_open(world_config(4, 4, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", 2 * CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0), first = world_part(t, 0, CHUNK, 0, 0);
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  CHECK(reads_file(&w, t, 0, 2 * CHUNK, 0, HOST));
+  static uint8_t bytes[2 * CHUNK];
+  world_write(bytes, 0, sizeof bytes, SEED + 1);
+  CHECK_EQ(pwrite(fd, bytes, sizeof bytes, 0), sizeof bytes);
+  struct timespec times[2] = { { .tv_sec = 5 }, { .tv_sec = 5 } };
+  CHECK_EQ(futimens(fd, times), 0);
+  OK(gemini_zero(w.mgr, &first));
+  CHECK_STATUS(gemini_borrow(w.mgr, &first, fd, 0), GEMINI_ERR_FORMAT); /* the other half is still that of the file */
+  OK(gemini_zero(w.mgr, &all));
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  CHECK(world_holds(&w, t, 0, 2 * CHUNK, SEED + 1));
+  close(fd);
+  world_close(&w);
+}
+
 static void test_borrow_refusals_change_nothing(void) {
   int fd = file_of(3 * CHUNK);
   world_t w = world_open(world_config(4, 8, 0));
@@ -315,6 +338,7 @@ int main(void) {
   RUN(test_borrowed_weights_need_no_memory);
   RUN(test_borrowed_weights_under_a_plan);
   RUN(test_a_file_that_changes_is_not_read);
+  RUN(test_a_file_that_nothing_is_borrowed_from_may_change);
   RUN(test_borrow_refusals_change_nothing);
   RUN(test_borrow_knows_gradients_of_tied_tensors);
   RUN(test_borrowed_bytes_are_not_in_the_file_tier);
