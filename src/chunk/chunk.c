@@ -297,6 +297,7 @@ gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_
   if (!locked) gmi_lock(m, "gemini_release");
   *ended_out = !atomic_load(&m->streams[stream].life);
   gemini_status_t status = *ended_out ? GEMINI_OK : gmi_fence_wait(m, stream, first);
+  if (status && !gmi_fence_sync(m, first)) status = GEMINI_OK; /* the calling thread waits instead */
   if (!locked) gmi_unlock(m);
   return status;
 }

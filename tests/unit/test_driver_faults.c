@@ -214,10 +214,44 @@ static void test_strict_leaves_work_its_mapping_where_waiting_fails(void) {
   flags = 0;
 }
 
+/* A chunk remembers the reads of two streams; a third one waits for one of them. Where the driver refuses that wait, the
+ * read is not forgotten. */
+static void test_third_reader_that_cannot_wait_is_waited_for(void) {
+  enum { READERS = 3 };
+  bool reached = true;
+  for (uint64_t n = 0; reached; n++) {
+    gpu_t g = start();
+    gemini_stream_t streams[READERS] = { g.stream, g.w.stream };
+    CHECK_OK(gemini_stream_create(g.w.mgr, &streams[2]));
+    world_fill(&g.w, g.t, 0, 4096, HOST, 7);
+    read_t reads[READERS];
+    for (int i = 0; i < READERS; i++) {
+      gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ, DEVICE);
+      CHECK_OK(gemini_acquire(g.w.mgr, &a, 1, streams[i]));
+      reads[i] = (read_t){ a.ptr, false };
+      CHECK_OK(gemini_stream_call(g.w.mgr, streams[i], read_later, &reads[i]));
+      uint64_t first = fake_cuda_calls() + 1 + n;
+      if (i == 2) fake_cuda_fail(first, first, CU_UNKNOWN);
+      gemini_status_t status = gemini_release(g.w.mgr, &a, 1, streams[i]);
+      if (i == 2) reached = fake_cuda_calls() >= first;
+      fake_cuda_fail(0, 0, 0);
+      CHECK(!status || status == GEMINI_ERR_DEVICE);
+    }
+    gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ_WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(g.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    world_write(a.ptr, 0, 4096, 8);
+    CHECK_OK(gemini_release(g.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    for (int i = 0; i < READERS; i++) CHECK_OK(gemini_stream_synchronize(g.w.mgr, streams[i]));
+    for (int i = 0; i < READERS; i++) CHECK(reads[i].right);
+    finish(&g);
+  }
+}
+
 int main(void) {
   RUN(test_every_failure_of_the_driver_is_named);
   RUN(test_host_release_that_the_driver_refuses_keeps_its_work);
   RUN(test_strict_leaves_work_its_mapping_where_waiting_fails);
+  RUN(test_third_reader_that_cannot_wait_is_waited_for);
   RUN(test_stream_that_could_not_be_destroyed_stays);
   RUN(test_device_budget_that_could_not_be_changed_stays);
   fake_cuda_reset();
