@@ -443,6 +443,8 @@ TRANSFORMS = {
     "jvp": lambda model, x: torch.stack(torch.func.jvp(model, (x,), (torch.ones_like(x),))),
     "vjp": linearized,
     "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "vmap of rows": lambda model, x: torch.func.vmap(lambda i: model.one.weight[i] * x[0])(torch.tensor([3, 1, 3])),
+    "vmap of columns": lambda model, x: torch.func.vmap(lambda i: model.one.weight[:, i] * x[0])(torch.tensor([2, 0])),
     "vmap of grad": lambda model, x: torch.func.vmap(torch.func.grad(model))(x),
     "an expression": lambda model, x: torch.func.grad(lambda x: (x * model.one.weight * x).sum())(x[0]),
 }

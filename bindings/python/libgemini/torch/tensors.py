@@ -607,11 +607,12 @@ def _view(func, args, kwargs):
 
 
 def _is_int(index):
-    """Whether torch treats a tensor in an index like an int."""
+    """Whether torch treats a tensor in an index like an int. Of those that vmap() has wrapped it makes a gather."""
     return (
         isinstance(index, _Tensor)
         and index.dim() == 0
         and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+        and internals.transform_level() is None
     )
 
 
