@@ -270,18 +270,19 @@ class Layers:
         Raises:
             GeminiError: There is no room on the host, or an update has failed.
             KeyError: There is no such layer.
-            ValueError: It is another tree, or an array has another shape.
+            ValueError: It is another tree, or an array has another shape. Nothing was written.
         """
         layer = self._layers[name]
         leaves, structure = jax.tree.flatten(tree)
         if structure != layer.tree:
             raise ValueError(f"the layer {name!r} has {layer.tree}, not {structure}")
         kinds = ["param", "master"] if what == "param" and self._masters != self._params else [what]
+        arrays = [np.asarray(values) for values in leaves]
+        for leaf, array in zip(layer.leaves, arrays):  # before anything is written
+            if array.shape != leaf.shape:
+                raise ValueError(f"an array of the layer {name!r} has shape {array.shape}, not {leaf.shape}")
         for kind in kinds:
-            for leaf, wanted, values in zip(layer.leaves, self._ranges(layer, kind, "write", "host"), leaves):
-                array = np.asarray(values)
-                if array.shape != leaf.shape:
-                    raise ValueError(f"an array of the layer {name!r} has shape {array.shape}, not {leaf.shape}")
+            for wanted, array in zip(self._ranges(layer, kind, "write", "host"), arrays):
                 with self.manager.acquired(wanted):
                     _bytes(wanted)[:] = array.astype(self._dtype_of(kind)).reshape(-1).view(np.uint8)
         if what == "grad":

@@ -384,6 +384,14 @@ def test_what_is_refused(manager):
     layers.add("huge", {"small": values(0, 4)})
 
 
+def test_values_of_a_wrong_shape_change_nothing(manager):
+    layers = gj.Layers(manager)
+    layers.add("layer", {"a": values(1), "b": values(2)})
+    with pytest.raises(ValueError, match=r"an array of the layer 'layer' has shape \(3,\), not \(96, 96\)"):
+        layers.set_values("layer", {"a": values(3), "b": values(4, 3)})
+    same(layers.values("layer"), {"a": values(1), "b": values(2)})
+
+
 def test_without_jax_the_error_says_what_to_install():
     code = "import sys; sys.modules['jax'] = None\nimport libgemini.jax"
     run = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
