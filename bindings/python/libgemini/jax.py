@@ -283,8 +283,9 @@ class Layers:
                 raise ValueError(f"an array of the layer {name!r} has shape {array.shape}, not {leaf.shape}")
         for kind in kinds:
             for wanted, array in zip(self._ranges(layer, kind, "write", "host"), arrays):
+                converted = array.astype(self._dtype_of(kind)).reshape(-1).view(np.uint8)
                 with self.manager.acquired(wanted):
-                    _bytes(wanted)[:] = array.astype(self._dtype_of(kind)).reshape(-1).view(np.uint8)
+                    _bytes(wanted)[:] = converted
         if what == "grad":
             self._graded.add(name)
 
@@ -374,13 +375,13 @@ class Layers:
             function: Called as function(params, grads, momentum, variance, *args) with trees of one structure. It
                 gives the new params, momentum and variance.
             *args: Trees of arrays. What differs between steps is an argument, no part of the function.
-            master: Give the function the master copy as its params, and round the parameters from that. Not for
-                "float32".
+            master: Give the function the master copy as its params, in place of the parameters. What it gives becomes
+                both, in their dtypes. Not for "float32".
 
         Raises:
             GeminiError: As call(). The device has to hold all that the layer has.
             KeyError: There is no such layer.
-            ValueError: There is no master copy, or the function gives other shapes.
+            ValueError: There is no master copy, or the function gives other shapes. Nothing was written.
         """
         layer = self._layers[name]
         if master and self._masters == self._params:
@@ -389,17 +390,25 @@ class Layers:
             self._zero_gradient(layer)
         kinds = ["master" if master else "param", "grad", "momentum", "variance"]
         used = [self._ranges(layer, kind, "read" if kind == "grad" else "read_write") for kind in kinds]
-        rounded = self._ranges(layer, "param", "write") if master else []
+        # The copy that the function did not get follows: otherwise the next adamw() would undo this update.
+        other = "param" if master else "master"
+        follows = self._ranges(layer, other, "write") if self._masters != self._params else []
         every = [one for ranges in used for one in ranges]
-        with self._operator(f"{name} update", [*every, *rounded]):
+        with self._operator(f"{name} update", every):
             arrays = self._arrays(layer, every, [kind for kind in kinds for _ in layer.leaves])
             count = len(layer.leaves)
             trees = [jax.tree.unflatten(layer.tree, arrays[at : at + count]) for at in range(0, len(arrays), count)]
             new = self._finish(_call(function, *trees, *args))
-            for kind, ranges, tree in zip(("param", "momentum", "variance"), (used[0], used[2], used[3]), new):
-                self._write(layer, ranges, tree, kind="master" if master and kind == "param" else kind)
-            if master:
-                self._write(layer, rounded, jax.block_until_ready(jax.tree.map(self._round, new[0])))
+            if len(new) != 3:
+                raise ValueError(f"the function of update() gives {len(new)} trees: want params, momentum, variance")
+            for tree in new:
+                self._check(layer, tree)
+            # What is acquired to be written whole loses its bytes: only now, as the function may have raised.
+            if follows:
+                with self.manager.acquired(*follows):
+                    self._write(layer, follows, new[0], kind=other)
+            for kind, ranges, tree in zip((kinds[0], "momentum", "variance"), (used[0], used[2], used[3]), new):
+                self._write(layer, ranges, tree, kind=kind)
             self._graded.discard(name)
 
     def adamw(self, step: int, *, late: bool = True, **options: typing.Any) -> None:
@@ -456,9 +465,6 @@ class Layers:
 
     def _dtype_of(self, kind: str) -> typing.Any:
         return jnp.dtype(self.dtype if kind in ("param", "grad") else "float32")
-
-    def _round(self, array: typing.Any) -> typing.Any:
-        return jnp.asarray(array, jnp.dtype(self.dtype))
 
     def _ranges(self, layer: _Layer, kind: str, mode: str, tier: str = "device") -> list[Range]:
         if kind not in self._arenas:
@@ -517,13 +523,18 @@ class Layers:
 
         return jax.tree.map(own, jax.block_until_ready(out))
 
+    def _check(self, layer: _Layer, tree: typing.Any) -> list[typing.Any]:
+        """The leaves of a tree. Raises ValueError if it is not one of the layer's shapes."""
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != layer.tree or any(x.shape != leaf.shape for x, leaf in zip(leaves, layer.leaves)):
+            raise ValueError(f"the layer has {layer.tree} of {[leaf.shape for leaf in layer.leaves]}, not {tree}")
+        return leaves
+
     def _write(
         self, layer: _Layer, ranges: list[Range], tree: typing.Any, add: bool = False, kind: str = "grad"
     ) -> None:
         """Copies a tree of arrays, which are computed, to acquired ranges, or adds it to them."""
-        leaves, structure = jax.tree.flatten(tree)
-        if structure != layer.tree or any(x.shape != leaf.shape for x, leaf in zip(leaves, layer.leaves)):
-            raise ValueError(f"the layer has {layer.tree} of {[leaf.shape for leaf in layer.leaves]}, not {tree}")
+        leaves = self._check(layer, tree)
         if add:
             leaves = self._finish(_add(leaves, self._arrays(layer, ranges)))
         dtype = self._dtype_of(kind)

@@ -384,6 +384,62 @@ def test_what_is_refused(manager):
     layers.add("huge", {"small": values(0, 4)})
 
 
+def moved(params, grads, momentum, variance, by):
+    return jax.tree.map(lambda p: p + by, params), momentum, variance
+
+
+@pytest.mark.parametrize("master", (False, True))
+def test_a_rule_updates_parameters_and_master_copies(manager, master):
+    """Whichever of the two the function gets: otherwise the next fused update would undo what it did."""
+    manager.budget_set("device", 1024 * KIB)
+    layers = gj.Layers(manager, "bfloat16")
+    layers.add("layer", {"w": values(0, 256, 256).astype(jnp.bfloat16)})
+    with manager.iteration():
+        layers.update("layer", moved, jnp.bfloat16(1), master=master)
+    wanted = layers.values("layer")["w"]
+    np.testing.assert_array_equal(wanted, values(0, 256, 256).astype(jnp.bfloat16) + jnp.bfloat16(1))
+    with manager.iteration():
+        layers.adamw(1, lr=0.0)
+    np.testing.assert_array_equal(layers.values("layer")["w"], wanted)
+
+
+def broken(*_):
+    raise KeyError("broken")
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_function_that_raises_changes_nothing(manager, dtype):
+    """The layers fill chunks: what is acquired to be written whole does not keep what it was."""
+    manager.budget_set("device", 2048 * KIB)
+    layers, values_of = gj.Layers(manager, dtype), {}
+    tree = {"w": values(0, 256, 256).astype(jnp.dtype(dtype))}
+    layers.add("layer", tree)
+    layers.set_values("layer", tree, "grad")
+    kinds = "param", "grad", "master", "momentum", "variance"
+    for kind in kinds:
+        values_of[kind] = layers.values("layer", kind)
+    for function in (
+        broken,
+        lambda p, g, m, v, *_: (p, m),
+        lambda p, g, m, v, *_: (p, m, jax.tree.map(jnp.ravel, v)),
+    ):
+        for call in (
+            lambda: layers.update("layer", function, jnp.float32(1), master=dtype != "float32"),  # noqa: B023
+            lambda: layers.update("layer", function, jnp.float32(1)),  # noqa: B023
+            lambda: layers.vjp("layer", broken, 1.0),
+        ):
+            flush(manager)
+            with pytest.raises((KeyError, ValueError)), manager.iteration():
+                call()
+            flush(manager)
+            for kind in kinds:
+                same(layers.values("layer", kind), values_of[kind])
+    with pytest.raises((TypeError, ValueError)):
+        layers.set_values("layer", {"w": np.full((256, 256), "one")})
+    flush(manager)
+    same(layers.values("layer"), tree)
+
+
 def test_values_of_a_wrong_shape_change_nothing(manager):
     layers = gj.Layers(manager)
     layers.add("layer", {"a": values(1), "b": values(2)})
