@@ -134,6 +134,18 @@ class View:
         """CUDA's array interface, version 3, of a GPU's memory."""
         return {**self._interface(CUDA), "stream": self._range._stream}
 
+    def __array__(self, *_: object, **__: object) -> typing.Any:
+        """NumPy comes here if there is no array interface; otherwise it would make an array of this one object.
+
+        Raises:
+            TypeError: The range is in a GPU's memory, or its elements are of no dtype of NumPy's.
+        """
+        try:
+            self._interface(CPU)
+        except AttributeError as error:
+            raise TypeError(f"NumPy cannot make an array of this view: {error}") from None
+        raise TypeError("NumPy takes this view by its array interface")
+
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's kind and number of the device."""
         return self._range._device

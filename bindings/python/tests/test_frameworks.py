@@ -100,6 +100,9 @@ def test_what_is_refused(filled, manager):
         with pytest.raises(BufferError, match="neither as a copy nor on another device"):
             view.__dlpack__(**arguments)
     assert not hasattr(view, "__cuda_array_interface__") and not hasattr(one.view("bfloat16"), "__array_interface__")
+    with pytest.raises(TypeError, match="array interfaces have no bfloat16: use DLPack, or a view as uint16"):
+        np.asarray(one.view("bfloat16"))  # no array of one object
+    assert torch.as_tensor(one.view("bfloat16")).dtype == torch.bfloat16
     other = manager.range(one.object, "read")
     with pytest.raises(GeminiError, match="is not acquired"):
         other.view()
@@ -152,6 +155,8 @@ def test_a_gpus_range_says_its_device_and_stream():
     expected = {"shape": (4, 6), "typestr": "<f2", "data": (1 << 40, True), "version": 3, "stream": None}
     assert view.__cuda_array_interface__ == expected and view.__dlpack_device__() == (2, 3)
     assert not hasattr(view, "__array_interface__")
+    with pytest.raises(TypeError, match="the range is in a GPU's memory"):
+        np.asarray(view)
     one._stream, one._wait = 77, lambda: waits.append(1)
     assert view.__cuda_array_interface__["stream"] == 77 and not waits  # the consumer waits
     view.__dlpack__(stream=77), view.__dlpack__(stream=-1)
