@@ -772,12 +772,16 @@ class Manager:
 
         Raises:
             GeminiError: There is no such object.
-            ValueError: The mode or tier is not one of those above.
+            ValueError: The mode or tier is not one of those above; the offset is below 0 or behind the end; or the
+                length is below 0.
         """
         _code(MODES, mode, "mode"), _code(_TIERS, tier, "tier")
+        given = size_bytes
         if not size_bytes:
             info = self.arena_info(object) if object in self._element_bytes else self.tensor_info(object)
             size_bytes = info.size_bytes - offset
+        if not 0 <= offset < 2**64 or not 0 <= size_bytes < 2**64:  # which ctypes would cut off
+            raise ValueError(f"offset is {offset} and size_bytes {given}: want a part of the object")
         device = (CUDA, self.config.device_ordinal) if self._cuda and tier == "device" else (CPU, 0)
         return Range(object, offset, size_bytes, mode, tier, device)
 
@@ -816,6 +820,8 @@ class Manager:
         for one in ranges:
             if one.address is not None:
                 raise abi.GeminiError(f"{one} is acquired already: make another range of the same bytes")
+        if len(set(ranges)) != len(ranges):
+            raise abi.GeminiError("one range is given twice: make another range of the same bytes")
         accesses = self._accesses(ranges)
         native, wait = None, None
         if self._cuda and stream != abi.STREAM_CALLER:

@@ -438,6 +438,13 @@ def test_ranges_are_checked(manager, arena):
         manager.range(arena, "modify")
     with pytest.raises(ValueError, match="tier is 'disk': want one of device, host, file"):
         manager.range(arena, tier="disk")
+    for offset, size in (-4, 0), (20 * CHUNK + 4, 0), (2**64, 4), (0, -4):  # the first three are no other bytes
+        with pytest.raises(ValueError, match=f"offset is {offset} and size_bytes {size}: want a part of the object"):
+            manager.range(arena, "read", offset, size)
+    twice = manager.range(arena, "read", 0, CHUNK)
+    with pytest.raises(GeminiError, match="one range is given twice"):
+        manager.acquire(twice, twice)  # of which release(twice) would end one
+    assert twice.address is None
     with pytest.raises(GeminiError, match="is not acquired, and its bytes may be in another tier"):
         whole.buffer()
     with pytest.raises(GeminiError, match="is not acquired") as error:
