@@ -3,8 +3,10 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,21 @@ def test_closed_session():
         gm.prepare(model)
     works(gm.prepare(mlp()))
     gm.close()
+
+
+def test_a_model_ends_after_its_session(session):
+    """It is a cycle, of which Python's garbage collector has to see all."""
+    session()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    gone = weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)
+    del model, optimizer
+    gm.close()
+    gc.collect()
+    assert not any(one() is not None for one in gone)
 
 
 def test_close_in_the_middle(session):

@@ -311,6 +311,13 @@ class Record:
                 if _get_grad(self.param) is not None:  # it had a gradient before it was prepared
                     self.note_given()
 
+    def unhook(self):
+        """Ends what attach() has begun, as the session is closed. Python's garbage collector does not see such a hook,
+        by which the parameter, and with it the model, would refer to itself."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
     def take_gradient(self, _):
         """A hook: autograd has put a gradient into param.grad.
 

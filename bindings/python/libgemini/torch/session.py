@@ -257,6 +257,8 @@ class Session:
             self.ranks.close()
         with self._without_ranks():
             self.manager.close()
+        for record in self.records:
+            record.unhook()
 
     @contextlib.contextmanager
     def _without_ranks(self) -> typing.Iterator[None]:
