@@ -486,6 +486,19 @@ def test_training_is_refused(session):
     trained(torch.ones(4)).sum().backward()  # others can be trained beside it
 
 
+def test_a_parameter_that_is_trained_is_not_frozen(session):
+    """infer() of another model with that parameter, or of a part of the model that has it."""
+    session()
+    trained = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    trained[1].requires_grad_(False)
+    trained = gm.prepare(trained)
+    for other, name in (torch.nn.Sequential(trained[0]), "0.weight"), (trained[0], "weight"):
+        with pytest.raises(gm.GeminiError, match=rf"parameter {name} belongs to a model that was given to prepare\(\)"):
+            gm.infer(other)
+    assert trained[0].weight.requires_grad and trained.training
+    gm.infer(torch.nn.Sequential(trained[1]))  # which is frozen already
+
+
 def test_folders_that_are_refused(session, tmp_path):
     session("2MiB")
     with pytest.raises(gm.GeminiError, match="in_place is for folders"):

@@ -410,8 +410,9 @@ def infer(
         The same model, or that of the folder.
 
     Raises:
-        GeminiError: There is no session, the model was prepared for training, or is refused as by prepare(); the folder
-            names no model that transformers has, or lacks a weight, or one is damaged.
+        GeminiError: There is no session; the model was prepared for training, shares a parameter that needs gradients
+            with one that was, or is refused as by prepare(); the folder names no model that transformers has, or lacks
+            a weight, or one is damaged.
         OSError: A file cannot be read.
     """
     owner = session()
@@ -426,6 +427,14 @@ def infer(
             "prepare(), or evaluate it as it is",
             "STATE",
         )
+    trained = {id(record.param) for one in owner.models if not one.weights_only for record in one.records.values()}
+    for name, param in model.named_parameters():
+        if id(param) in trained and param.requires_grad:
+            raise GeminiError(
+                f"parameter {name} belongs to a model that was given to prepare() as well, where infer() would freeze "
+                "it: give infer() a copy.deepcopy(), or freeze it before",
+                "STATE",
+            )
     model.requires_grad_(False).eval()
     taken = _take(owner, model, True)
     taken.move_to_files()
