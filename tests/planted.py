@@ -2,6 +2,7 @@
 """Plants faults in the library, one at a time, and shows that a build with GEMINI_CHECK catches each where it happens.
 
     tests/planted.py [NAME]...
+    tests/planted.py --places   # only: does each fault still have its one place in the sources?
 
 Works on a copy of the sources in a temporary directory; takes about a minute on two cores. A fault is caught when a
 test ends with an assertion of the library that names the expected function.
@@ -69,9 +70,9 @@ FAULTS = [
     Fault(
         "a release counts down twice",
         "chunk/access.c",
-        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (access->tier == GEMINI_TIER_HOST)",
+        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (!on_device)",
         "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n"
-        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (access->tier == GEMINI_TIER_HOST)",
+        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (!on_device)",
         "integration_test_memory",
         "gmi_chunk_unhold_device",
     ),
@@ -143,8 +144,18 @@ def caught(build: pathlib.Path, fault: Fault) -> str | None:
     return None if f" {fault.caught_in}: " in said[0] else f"expected an assertion in {fault.caught_in}: {said[0]}"
 
 
+def misplaced(sources: pathlib.Path, fault: Fault) -> str | None:
+    """What is wrong with the fault's place in the sources, or None."""
+    count = (sources / fault.file).read_text().count(fault.right)
+    return None if count == 1 else f"{fault.file} has its place {count} times"
+
+
 def main() -> int:
     project = pathlib.Path(__file__).resolve().parent.parent
+    if sys.argv[1:] == ["--places"]:
+        found = [f"{fault.name}: {why}" for fault in FAULTS if (why := misplaced(project / "src", fault))]
+        print("\n".join(found))
+        return 1 if found else 0
     unknown = set(sys.argv[1:]) - {fault.name for fault in FAULTS}
     if unknown:
         sys.exit(f"planted.py: no fault is called {sorted(unknown)}; there are {[fault.name for fault in FAULTS]}")
@@ -170,9 +181,8 @@ def main() -> int:
                 continue
             file = copy / "src" / fault.file
             source = file.read_text()
-            if source.count(fault.right) != 1:
-                why = f"{fault.file} has its place {source.count(fault.right)} times"
-            else:
+            why = misplaced(copy / "src", fault)
+            if not why:
                 file.write_text(source.replace(fault.right, fault.wrong))
                 why = caught(build, fault)
                 file.write_text(source)
