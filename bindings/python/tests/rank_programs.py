@@ -210,15 +210,17 @@ def optimizer_of(model, name=None, **options):
 def steps(
     model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, dtype=torch.float32, **inputs
 ):
-    """Trains on rows begin to end of each batch, in `micro` parts. Returns losses, and norms before and after
-    clipping.
+    """Trains on rows begin to end of each batch, in `micro` parts, within no_sync() of a wrapper but for the last one.
+    Returns losses, and norms before and after clipping.
     """
     losses, norms, after = [], [], []
     for step in range(count):
         total, length = 0.0, (end - begin) // micro
         for first in range(begin, end, length):
-            loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
-            loss.backward()
+            last = first + length >= end
+            with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+                loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
+                loss.backward()
             total += loss.item()
         losses.append(total)
         if clip:

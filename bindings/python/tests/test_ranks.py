@@ -150,7 +150,7 @@ OTHERS = {
     "bf16, NAdam": ("training", {"model": "branches", "dtype": "bfloat16", "optimizer": NADAM}),
     **{name: case_of_optimizer(name) for name in OPTIMIZERS},
     "bf16": ("training", {"model": "gpt2", "dtype": "bfloat16", "clip": 0.5}),
-    "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice"}),
+    "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice", "clip": 0.5}),
     "no unit": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]]}),
     "resumed": ("resumed", {"model": "gpt2"}),
     "saving": ("saving", {}),
@@ -252,12 +252,14 @@ def test_optimizers_update_the_fp32_copies_of_16_bits(outcomes):
 
 
 def test_what_some_ranks_or_none_use(outcomes):
-    """Rank 0 uses branches 0 and 1, rank 1 branches 0 and 2; nobody uses 3, which keeps its values and has no state."""
-    branches = [[0, 1], [0, 2]]
+    """Rank 0 uses branches 0 and 1, rank 1 branches 0 and 2; nobody uses 3, which keeps its values and has no state.
+    The norm is that of all gradients, also those that only one rank has.
+    """
+    branches, clip = [[0, 1], [0, 2]], OTHERS["branches"][1]["clip"]
     made = rank_programs.build("branches")
     optimizer = rank_programs.adamw(made)
     before = made.choice[3].weight.detach().clone()
-    losses = []
+    losses, norms, after = [], [], []
     for step in range(4):
         parts = [
             made(**rank_programs.rows("branches", step, **rank_programs.share(2, rank)), branches=branches[rank])[
@@ -267,9 +269,12 @@ def test_what_some_ranks_or_none_use(outcomes):
         ]
         (sum(parts) / 2).backward()
         losses.append(sum(parts).item() / 2)
+        for most, found in (clip, norms), (0.8 * clip, after):
+            found.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), most)))
         optimizer.step()
         optimizer.zero_grad()
-    wanted = {"losses": losses, "norms": [], "after": [], "state": rank_programs.state(made, optimizer)}
+    assert min(norms) > clip
+    wanted = {"losses": losses, "norms": norms, "after": after, "state": rank_programs.state(made, optimizer)}
     check(good(outcomes[2, "branches"]), wanted)
     assert torch.equal(outcomes[2, "branches"][0]["state"]["choice.3.weight"], before)
     for outcome in outcomes[2, "no unit"]:
