@@ -5,10 +5,13 @@
 
 #include "../fork.h"
 #include "../process.h"
+#include "../system.h"
 #include "group_world.h"
 
 /* Ranks wait it out for one that stops or leaves the order; for one that is killed they must not. */
 #define DEADLINE_NS UINT64_C(6000000000)
+/* After a rank has failed, all others have an error within this time. */
+#define LATEST_NS UINT64_C(10000000000)
 
 /* ---- tests */
 /* The process becomes all ranks; each makes its configuration of the group by config_of(user, rank). */
@@ -352,8 +355,13 @@ static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group
   group.deadline_ns = how >= SKIPS_AN_OPERATOR ? DEADLINE_NS : 10 * DEADLINE_NS;
   rank_open(&k, shape, rank, group);
   gemini_status_t status = GEMINI_OK;
-  for (uint32_t n = 0; n < STEPS && !status; n++) status = failing_step(&k, how, n);
+  uint64_t begin_ns = 0;
+  for (uint32_t n = 0; n < STEPS && !status; n++) {
+    begin_ns = now_ns();
+    status = failing_step(&k, how, n);
+  }
   CHECK_EQ(status, GEMINI_ERR_PEER);
+  CHECK(now_ns() - begin_ns < LATEST_NS);
   gemini_error_info_t first = world_error();
   if (!strstr(first.message, failure_words[how]) || (!strstr(first.message, "ank 1") && rank != 1))
     fprintf(stderr, "rank %u: %s: %s\n", rank, first.operation, first.message);
