@@ -326,6 +326,39 @@ def training(
         return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
 
 
+def joined(*, model, counts, spare, early=False, **more):
+    """Trains on so many batches, another number on each rank, with branches, spare, that only repeated ones use.
+    Returns also which batches were repeated, and what is said of no batch at all on rank 1 and of a wrapper's join().
+    """
+    rank, count = rank_and_count()
+    out = {"losses": [], "idle": [], "norms": []}
+    with session(strict=not early, **more):  # with parts, a strict rank would wait for an idle one
+        made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early)
+        gm.unit(made.choice)
+        batches = gm.join([rows(model, step, **share(count, rank)) for step in range(counts[rank])])
+        for batch in batches:
+            loss = made(**batch, branches=spare if batches.idle else [0, 1])["loss"]
+            loss.backward()
+            out["losses"].append(loss.item())
+            out["idle"].append(batches.idle)
+            if not early:
+                out["norms"].append(float(nn.utils.clip_grad_norm_(made.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        out["left"] = batches.idle
+        out["state"] = state(made, optimizer)
+        try:
+            list(gm.join([] if rank == 1 else [0]))
+        except gm.GeminiError as error:
+            out["empty"] = str(error)
+        try:
+            nn.parallel.DistributedDataParallel(made).join()
+        except gm.GeminiError as error:
+            out["wrapper"] = str(error)
+        return out
+
+
 def columns(*, model, lengths):
     """Trains on texts of another length on each rank."""
     rank, _ = rank_and_count()

@@ -161,6 +161,8 @@ OTHERS = {
     "early": ("early", {"model": "gpt2"}),
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
+    "joined": ("joined", {"model": "branches", "counts": [5, 2], "spare": [0, 3]}),
+    "joined, early": ("joined", {"model": "8 branches", "counts": [2, 5], "spare": [0, 4, 5, 6, 7], "early": True}),
 }
 
 
@@ -394,6 +396,33 @@ def test_ranks_with_texts_of_other_lengths(outcomes):
         optimizer.zero_grad()
     wanted = {"losses": losses, "norms": [], "after": [], "state": rank_programs.state(made, optimizer)}
     check(good(outcomes[2, "columns"]), wanted)
+
+
+@pytest.mark.parametrize("name", ["joined", "joined, early"])
+def test_ranks_with_less_data_join(outcomes, name):
+    """They count as zeros in the mean of all ranks. Branches that only their repeated batches use have no step."""
+    arguments = OTHERS[name][1]
+    counts, clip = arguments["counts"], 0.0 if arguments.get("early") else 0.5
+    made = rank_programs.build(arguments["model"])
+    unused, norms = f"choice.{arguments['spare'][-1]}.weight", []
+    optimizer, before = rank_programs.adamw(made), made.get_parameter(unused).detach().clone()
+    for step in range(max(counts)):
+        for rank in range(2):
+            if step < counts[rank]:
+                (made(**rank_programs.rows("branches", step, **rank_programs.share(2, rank)))["loss"] / 2).backward()
+        if clip:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(norm > clip for norm in norms)
+    wanted = rank_programs.state(made, optimizer)
+    for rank, one in enumerate(good(outcomes[2, name])):
+        assert one["idle"] == [step >= counts[rank] for step in range(max(counts))] and not one["left"]
+        assert one["norms"] == pytest.approx(norms, rel=1e-5)
+        assert far_apart(one["state"], wanted) <= 1e-6
+        same_state(one, outcomes[2, name][0])
+        assert torch.equal(one["state"][unused], before)
+        assert "rank 1 has no batch at all" in one["empty"] and "libgemini.torch.join" in one["wrapper"]
 
 
 REFUSED = {  # what is refused of DTensors, and words of why

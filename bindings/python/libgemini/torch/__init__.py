@@ -56,6 +56,7 @@ __all__ = [
     "explain",
     "infer",
     "init",
+    "join",
     "load",
     "load_weights",
     "offload_activations",
@@ -72,6 +73,7 @@ __all__ = [
 ]
 
 _Module = _typing.TypeVar("_Module", bound=_torch.nn.Module)
+_Batch = _typing.TypeVar("_Batch")
 _Path = _typing.Union[str, "_os.PathLike[str]"]
 _current: Session | None = None
 
@@ -500,6 +502,26 @@ def resident(module: _torch.nn.Module) -> _typing.ContextManager[None]:
         GeminiError: As unit(); or there is no room on the device.
     """
     return _unit.resident(_prepared(), module)
+
+
+def join(batches: _typing.Iterable[_Batch]) -> _ranks.Join[_Batch]:
+    """Iterates over batches as long as any process has one, so that processes with less data join the others' steps.
+
+    A process whose batches have ended gets its last one again: it makes the same calls as the others, and what it
+    computes counts for nothing. Its gradients are zeros in the mean over all processes. Each step begins when all
+    processes have told whether they have a batch.
+
+    Args:
+        batches: Of this process, at least one; another number in each process.
+
+    Returns:
+        An object to iterate over, such as in `for batch in join(loader):`. Its attribute idle says whether the latest
+        batch was a repeated one, whose loss is not to be counted.
+
+    Raises:
+        GeminiError: There is no session; or, while iterating, a process has no batch at all.
+    """
+    return _ranks.Join(session().ranks, batches)
 
 
 def _prepared() -> Session:

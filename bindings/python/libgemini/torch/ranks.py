@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import os
 import socket
 import typing
@@ -34,6 +35,7 @@ if typing.TYPE_CHECKING:
     from .session import Session
 
 _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
+_Batch = typing.TypeVar("_Batch")
 
 
 def find(process_group: typing.Any) -> typing.Any:
@@ -253,6 +255,50 @@ class SlicedPlace(Place):
             piece.copy_(flat[first : first + piece.numel()].cpu())
 
 
+class Join(typing.Generic[_Batch]):
+    """The batches of a rank, and as long as another rank has one, the last one again. See libgemini.torch.join().
+
+    Attributes:
+        idle: Whether the latest batch was repeated.
+    """
+
+    def __init__(self, ranks: Ranks | None, batches: typing.Iterable[_Batch]) -> None:
+        """
+        Args:
+            ranks: Of the session, or None: there is one process.
+            batches: Of this rank, at least one.
+        """
+        self.ranks = ranks
+        self.batches = batches
+        self.idle = False
+
+    def __iter__(self) -> typing.Iterator[_Batch]:
+        ranks, rest = self.ranks, iter(self.batches)
+        if ranks is None:
+            yield from rest
+            return
+        latest: list[_Batch] = []
+        try:
+            while True:
+                if not self.idle:
+                    found = list(itertools.islice(rest, 1))
+                    self.idle, latest = not found, found or latest
+                flags = ranks.exchange(bytes((not self.idle, bool(latest))))
+                if not any(has for has, _ in flags):
+                    return
+                for rank, (_, had) in enumerate(flags):
+                    if not had:
+                        raise GeminiError(
+                            f"rank {rank} has no batch at all, so it cannot join the steps of the others: each rank "
+                            "needs one",
+                            "PEER",
+                        )
+                ranks.idle = self.idle
+                yield latest[0]
+        finally:
+            ranks.idle = self.idle = False
+
+
 class Ranks:
     """The ranks of a session.
 
@@ -286,6 +332,7 @@ class Ranks:
         self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
         self.taken = False  # a step has used the gradients
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
+        self.idle = False  # this rank has no batch, and only accompanies the others: its gradients are zeros; see Join
         self.parts: Parts | None = None  # with step_in_backward
         if session.cuda:
             load_nccl()
@@ -509,7 +556,10 @@ class Ranks:
                 session.holds.acquire_use(use, stream)
                 try:
                     if record.has_grad:  # of an earlier pass: what has been added over the ranks is zero here
-                        place.tensor.add_(values / self.count)
+                        if not self.idle:
+                            place.tensor.add_(values / self.count)
+                    elif self.idle:
+                        place.tensor.zero_()
                     else:
                         torch.div(values, self.count, out=place.tensor)
                 finally:
@@ -517,10 +567,13 @@ class Ranks:
             finally:
                 self.storing = False
             self.complete(record)
+        if not self.idle:
+            self.absent.discard(record)
+        elif not record.has_grad:
+            self.absent.add(record)
         record.has_grad, record.norm = True, None
         record.spent = record.early
         self.stored[record] = None
-        self.absent.discard(record)
 
     def complete(self, record: Record) -> None:
         """Tells the library that the gradient of this pass is complete, also one that is zero."""
