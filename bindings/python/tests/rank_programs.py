@@ -647,6 +647,56 @@ def built_in(*, model, zero=3):
         gm.close()
 
 
+def large():
+    """A model of 13 MB in bfloat16."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def of_process(file, field):
+    """A number that the system knows of this process."""
+    with open(f"/proc/self/{file}") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def pretrained(*, folder):
+    """Fills the model of a folder in two ways. Returns logits, the host memory that each took, and bytes read."""
+    import transformers
+
+    out, ids = {"folder": folder}, torch.arange(LENGTH)[None]
+    for way in "from_pretrained", "load_weights":
+        with session() as opened:
+            if way == "from_pretrained":
+                with gm._Init(opened):
+                    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder)
+                with torch.device("meta"):
+                    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                with open("/proc/self/clear_refs", "w") as file:
+                    file.write("5")  # VmHWM begins anew
+                grown, read = of_process("status", "VmRSS"), of_process("io", "rchar")
+                gm.load_weights(made, folder, verify=False)
+                out["read"] = of_process("io", "rchar") - read
+                out["grown"] = (of_process("status", "VmHWM") - grown) << 10
+            out[way, "host"] = opened.manager.stats()["peak_bytes"]["host"]
+            made = gm.prepare(made.eval())
+            with torch.no_grad():
+                out[way, "logits"] = made(input_ids=ids).logits.clone()
+    return out
+
+
 def resumed(*, model, zero=3):
     """Trains, loads the state anew into another model and optimizer, and goes on."""
     rank, count = rank_and_count()

@@ -3,6 +3,7 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -160,6 +161,7 @@ OTHERS = {
     **AT_THE_END_AND_EARLY,
     "early": ("early", {"model": "gpt2"}),
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
+    "pretrained": ("pretrained", {}),
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
     "joined": ("joined", {"model": "branches", "counts": [5, 2], "spare": [0, 3]}),
     "joined, early": ("joined", {"model": "8 branches", "counts": [2, 5], "spare": [0, 4, 5, 6, 7], "early": True}),
@@ -173,6 +175,9 @@ def outcomes(tmp_path_factory):
     larger = {name: {**CASES, **AT_THE_END_AND_EARLY}[name] for name in LARGER + LARGER_EARLY}
     for ranks, cases in (2, {**CASES, **OTHERS}), (4, larger):
         folder = tmp_path_factory.mktemp("ranks")
+        if "pretrained" in cases and importlib.util.find_spec("transformers"):
+            cases["pretrained"] = "pretrained", {"folder": str(folder / "large")}
+            rank_programs.large().save_pretrained(folder / "large", max_shard_size="3MB")
         if "saving" in cases:
             cases["lora"] = "training", {**CASES["lora"][1], "adapters": str(folder / "adapters")}
             cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
@@ -506,6 +511,20 @@ def test_each_rank_keeps_its_part(outcomes):
     for outcome in good(outcomes[4, "zero 3"]):
         assert outcome["stats"]["gathered_bytes"] > 0 and outcome["stats"]["reduced_chunks"] > 0
         assert outcome["host"] <= model / 4 + 5 * (64 << 10)
+
+
+def test_ranks_load_a_model_in_the_memory_of_one(outcomes):
+    """Of a folder of transformers: each rank keeps its slices, and reads no other bytes of the files."""
+    transformers, found = pytest.importorskip("transformers"), good(outcomes[2, "pretrained"])
+    made = transformers.LlamaForCausalLM.from_pretrained(found[0]["folder"], dtype=torch.bfloat16)
+    size = 2 * sum(param.numel() for param in made.parameters())
+    with torch.no_grad():
+        wanted = made(input_ids=torch.arange(rank_programs.LENGTH)[None]).logits
+    for one in found:
+        for way in "from_pretrained", "load_weights":
+            assert torch.equal(one[way, "logits"], wanted)
+            assert 0 < one[way, "host"] <= size / 2 + 2 * (64 << 10)
+        assert one["read"] <= 0.55 * size and one["grown"] <= 0.8 * size
 
 
 def test_another_model_on_one_rank(outcomes):
