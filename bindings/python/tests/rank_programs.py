@@ -22,7 +22,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import checkpoint, slicerule, tensorfile
+from libgemini.torch import checkpoint, ranks as ranks_of_torch, slicerule, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 # "cuda": all ranks on GPUs, over NCCL; the GPU is that of LOCAL_RANK. "cpu": the simulated device.
@@ -644,6 +644,20 @@ def built_in(*, model, zero=3):
         made, optimizer = gm.prepare(made, adamw(made))
         return {**steps(made, optimizer, model, **share(count, rank)), "state": state(made, optimizer)}
     finally:
+        gm.close()
+
+
+def shares():
+    """What init() takes by itself where torchrun has started 4 processes on 12 cores. Returns bytes and threads."""
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    cores, os.sched_getaffinity = os.sched_getaffinity, lambda _: {*range(12)}
+    try:
+        gm.init(device="cpu", device_memory="1MiB")
+        budget = gm.stats()["budget_bytes"]["host"]
+        return {"host": budget / ranks_of_torch.host_default(), "threads": gm.session().manager.config.update_threads}
+    finally:
+        os.sched_getaffinity = cores
+        del os.environ["LOCAL_WORLD_SIZE"]
         gm.close()
 
 

@@ -162,6 +162,7 @@ OTHERS = {
     "early": ("early", {"model": "gpt2"}),
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
     "pretrained": ("pretrained", {}),
+    "shares": ("shares", {}),
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
     "joined": ("joined", {"model": "branches", "counts": [5, 2], "spare": [0, 3]}),
     "joined, early": ("joined", {"model": "8 branches", "counts": [2, 5], "spare": [0, 4, 5, 6, 7], "early": True}),
@@ -577,6 +578,37 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
         Gpus((0, "a"), (0, ""))._refuse_shared_gpus()
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     shared._refuse_shared_gpus()
+
+
+def test_processes_of_a_machine_share_it(monkeypatch):
+    """Its memory, and its cores unless they are bound to others; also with those of other groups, as torchrun tells."""
+    shared, bound, elsewhere = ("here", 800, [*range(16)]), ("here", 900, [*range(16, 20)]), ("there", 7, [0])
+    monkeypatch.setattr(ranks_of_torch, "host_default", lambda: shared[1])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*shared[2]})
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+
+    def share(processes, group="group"):
+        def gather(out, mine, group):
+            out[:] = [mine, *processes]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1 + len(processes))
+        return ranks_of_torch.Share.of(group)
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert share([], None) == share([elsewhere]) == (0, 0)
+    assert share([shared, elsewhere]) == (400, 7)
+    assert share([bound]) == (400, 15)
+    assert share([("here", 300, [*range(16)])] * 19) == (15, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert share([], None) == (200, 3)
+    assert share([shared]) == (200, 3)
+    assert share([bound, elsewhere]) == (200, 7)
+
+
+def test_a_session_takes_its_share(outcomes):
+    for outcome in good(outcomes[2, "shares"]):
+        assert 0.1 < outcome["host"] < 0.4 and outcome["threads"] == 2
 
 
 def test_the_gpu_of_a_process(monkeypatch):

@@ -174,7 +174,8 @@ def init(
         margin: Bytes of device_memory that stay unused.
         chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
         warmup_iterations: Training steps that are watched before the first plan is made.
-        update_threads: Threads that run optimizer updates on the host. 0: the library chooses.
+        update_threads: Threads that run optimizer updates on the host. 0: the cores less one; of several processes of a
+            machine, of an equal part of the cores.
         strict: Unmap each chunk as soon as it has left the device, so that a stray access faults. For tests.
         progress: Whether long operations report their progress on stderr. None: if stderr is a terminal, otherwise in
             the log.
@@ -223,11 +224,15 @@ def init(
     if units not in _UNITS:
         raise GeminiError(f"units is {units!r}: want {', '.join(map(repr, _UNITS))}", "INVALID")
     process_group = _ranks.find(process_group)
-    if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
-        host_memory = _ranks.host_share(process_group)
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if cuda and (device is None or _torch.device(device).index is None):
         device = _ranks.choose_gpu(process_group)
+    # What a group of NCCL sends is on the current GPU.
+    with _torch.cuda.device(device) if cuda and process_group is not None else _contextlib.nullcontext():
+        share = _ranks.Share.of(process_group)
+    update_threads = update_threads or share.update_threads
+    if not _parse_bytes(host_memory, "host_memory"):
+        host_memory = share.host_bytes
     if not _parse_bytes(device_memory, "device_memory"):
         if cuda and (allocator == "torch" or process_group is not None and _ranks.may_share_gpus()):
             what = 'allocator="torch" takes memory beside it' if allocator == "torch" else "processes may share the GPU"
@@ -235,8 +240,7 @@ def init(
         if cuda:
             device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
         else:
-            host = _ranks.host_default() if process_group is None else _ranks.host_share(process_group)
-            device_memory = _simulated_default(host)
+            device_memory = _simulated_default(share.host_bytes or _ranks.host_default())
     owner = Session(
         device=_torch.device(device or "cpu"),
         placement=placement,

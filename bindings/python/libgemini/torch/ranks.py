@@ -66,14 +66,44 @@ def host_default() -> int:
         return int(probe.stats()["budget_bytes"]["host"])
 
 
-def host_share(process_group: typing.Any) -> int:
-    """This process's part of the host memory that the library would take by itself, which all ranks of a host share."""
-    free = host_default()
-    mine = socket.gethostname(), free
-    theirs: list[typing.Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(theirs, mine, group=process_group)
-    here = [other for host, other in theirs if host == mine[0]]
-    return min(here) // len(here)
+class Share(typing.NamedTuple):
+    """What a process takes of its machine by itself, of which all processes there take an equal part.
+
+    Attributes:
+        host_bytes: Host memory. 0: the process is alone, and the library chooses.
+        update_threads: Threads for updates. 0: likewise.
+    """
+
+    host_bytes: int
+    update_threads: int
+
+    @classmethod
+    def of(cls, process_group: typing.Any) -> Share:
+        """The share of this process. All processes of the group have to call it.
+
+        The processes of a machine are those of the group there, or those that torchrun has started there
+        (LOCAL_WORLD_SIZE) if these are more, as with tensor parallelism. Those that a launcher has bound to other
+        cores do not count where cores are divided.
+
+        Args:
+            process_group: Of several processes, or None.
+        """
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        started = int(local) if local.isdigit() else 1
+        if process_group is None and started == 1:
+            return cls(0, 0)
+        mine = socket.gethostname(), host_default(), sorted(os.sched_getaffinity(0))
+        theirs: list[typing.Any] = [mine]
+        if process_group is not None:
+            theirs = [None] * dist.get_world_size(process_group)
+            dist.all_gather_object(theirs, mine, group=process_group)
+        here = [one for one in theirs if one[0] == mine[0]]
+        count = max(len(here), started)
+        if count == 1:
+            return cls(0, 0)
+        beside = count * sum(one[2] == mine[2] for one in here) // len(here)  # those on the same cores
+        threads = min(max(1, len(mine[2]) // beside - 1), 256)
+        return cls(min(free for _, free, _ in here) // count, threads)
 
 
 def choose_gpu(process_group: typing.Any) -> torch.device:
