@@ -684,13 +684,17 @@ def test_the_example_of_the_page(tmp_path):
     assert far_apart(*models) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerate"])
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "lightning"])
 def test_trainers(tmp_path, name):
     """The example of a trainer on 2 ranks, beside itself without libgemini, where torch's DDP adds gradients."""
     code = source_of(name, "AdamW")
-    cases = [("example", {"code": part, "folder": str(tmp_path)}) for part in (code, without(code))]
-    for ours, plain in run(tmp_path, 2, "several", cases=cases):
+    plain = without(code).replace("devices=1", "devices=2")  # without libgemini, Lightning counts those of all ranks
+    cases = [("example", {"code": part, "folder": str(tmp_path)}) for part in (code, plain)]
+    for ours, plain in run(tmp_path, 2, "several", more={"TORCHELASTIC_RUN_ID": "1"}, cases=cases):
         good([ours, plain])
         assert len(set(ours["losses"])) >= 8
         assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert far_apart(ours["values"], plain["values"]) < 1e-5
+    if name == "lightning":  # rank 0 has written the whole model
+        (file,) = (tmp_path / "checkpoints").glob("epoch=1-step=?.ckpt")
+        assert far_apart(torch.load(file, weights_only=False)["state_dict"], ours["values"]) == 0
