@@ -612,12 +612,16 @@ def full_disk(*, folder):
         return {"error": error, "left": left, "saved": saved, "older": older, "again": sorted(os.listdir(folder))}
 
 
+began = {}  # when the step began in which a rank fails
+
+
 def skips(*, what):
     """Rank 1 leaves out a call that the other one makes. Then both make the same ones."""
     rank, count = rank_and_count()
     with session(deadline=4.0):
         made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build("branches")))
         steps(made, optimizer, "branches", **share(count, rank), count=2)
+        began["ns"] = time.monotonic_ns()
         loss = made(**rows("branches", 2, **share(count, rank)))["loss"]
         if rank == 0 or what != "backward":
             loss.backward()
@@ -849,6 +853,7 @@ def ends(*, point, how, deadline=4.0, early=False):
             made.last.register_forward_pre_hook(end)
         if rank == 1 and point == "backward":
             made.choice[0].register_full_backward_hook(end)
+        began["ns"] = time.monotonic_ns()
         loss = made(**rows("8 branches", 2, **share(count, rank)), branches=inputs["branches"])["loss"]
         loss.backward()
         if rank == 1 and point == "step":
@@ -962,7 +967,13 @@ def outcome_of(program, arguments):
     try:
         return globals()[program](**arguments)
     except BaseException as error:
-        return {"type": type(error).__name__, "text": str(error), "status": getattr(error, "status", "")}
+        seconds = (time.monotonic_ns() - began.get("ns", 0)) / 1e9
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "status": getattr(error, "status", ""),
+            "seconds": seconds,
+        }
 
 
 if __name__ == "__main__":

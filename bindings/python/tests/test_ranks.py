@@ -539,6 +539,7 @@ def test_another_model_on_one_rank(outcomes):
 def test_a_rank_that_leaves_out_a_call_is_found_out(outcomes, what):
     for rank, outcome in enumerate(outcomes[2, f"skips {what}"]):
         assert outcome["type"] == "GeminiError" and f"rank {1 - rank}" in outcome["text"], outcome
+        assert outcome["seconds"] < 10, outcome
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
@@ -555,6 +556,7 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
+        assert outcome["seconds"] < 10, outcome
         assert how != "killed" or f"rank 1 has ended (process {processes[1].pid})" in outcome["text"], outcome
 
 
