@@ -2,6 +2,7 @@
 # The predicted step of LLaMAs on 64 and 512 GPUs, 8 a host, as a table; docs/bench.md has one.
 # SPDX-License-Identifier: Apache-2.0
 #   bench/plan_ranks.sh [BUILD] [options of bench_plan ...]
+#   bench/plan_ranks.sh [BUILD] --check   compares it with docs/bench.md: predictions are computed, so they are the same
 # BUILD: build folder, build/release when left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +15,12 @@ trap 'rm -rf "$out"' EXIT
 # shellcheck source=common/row.sh
 . bench/common/row.sh
 
+if [[ ${1:-} == --check ]]; then
+  bench/plan_ranks.sh "$build" >"$out/table"
+  sed -n '/^| LLaMA | sharding/,/^$/p' docs/bench.md | sed '/^$/d' | diff - "$out/table" && exit 0
+  echo "plan_ranks.sh: docs/bench.md has another table than this prints: bench/plan_ranks.sh $build" >&2
+  exit 1
+fi
 gib() { awk -v b="$(field "$out/row" "$1")" 'BEGIN { printf "%.1f", b / 1073741824 }'; }
 echo "| LLaMA | sharding | hosts x GPUs | tokens a GPU | step, s | bound, s | binds | gathered, GiB | summed, GiB | kept, GiB |"
 echo "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"

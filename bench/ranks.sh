@@ -122,10 +122,10 @@ compared=0
 compare() { # RANKS ZERO BUDGET CLIP
   local ranks=$1 zero=$2 budget=$3 clip=$4 reference=$out/reference-$1-$4 f=$out/$1-$2-$3-$4 name="$1 ranks, ZeRO $2, $3, clip $4"
   run "$1-$2-$3-$4" --ranks "$ranks" --zero "$zero" --device-mem "$budget" --clip "$clip"
-  local gathered first reduced bytes fetched stored
+  local gathered first reduced bytes fetched stored planned
   gathered=$(field "$f" gathered_chunks) first=$(field "$f" gathered_chunks_first_step)
   reduced=$(field "$f" reduced_chunks) bytes=$(field "$f" gathered_bytes)
-  fetched=$(field "$f" slices_fetched_bytes) stored=$(field "$f" slices_stored_bytes)
+  fetched=$(field "$f" slices_fetched_bytes) planned=$(field "$f" planned_gathered_bytes) stored=$(field "$f" slices_stored_bytes)
   printf '%5d %4s %6s %6s %-16s %9d %9d %12d %12d\n' "$ranks" "$zero" "$budget" "$clip" \
     "$(field "$f" params_hash | tr -d '"')" "$gathered" "$reduced" "$bytes" "$fetched"
   compared=$((compared + 1))
@@ -155,6 +155,9 @@ compare() { # RANKS ZERO BUDGET CLIP
   fi
   # A rank gets from the others what it does not keep: (ranks - 1) / ranks of each chunk, on average.
   ((bytes == gathered * (ranks - 1) * chunk / ranks)) || wrong "$name: gathered $bytes bytes"
+  # All steps but the first follow plans, which gather the same; ZeRO auto chooses how much twice.
+  [[ $zero == auto ]] || ((bytes - first * (ranks - 1) * chunk / ranks == (steps - 1) * planned)) ||
+    wrong "$name: gathered $bytes bytes, $planned in a step by plan"
   (($(field "$f" reduced_bytes) == reduced * (ranks - 1) * chunk / ranks)) || wrong "$name: bytes of sums"
   (($(field "$f" planned_reduced_bytes) * steps == $(field "$f" reduced_bytes))) || wrong "$name: bytes of sums by plan"
   ((reduced == ranks * steps * chunks)) || wrong "$name: added $reduced chunks of gradients"

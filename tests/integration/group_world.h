@@ -28,7 +28,12 @@ typedef struct {
   void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
   uint64_t scale, layers; /* chunks, and tensors, are so much larger; 0: 1 */
   bool alone;             /* ranks is 1, and there is no group */
+  uint32_t replicas;      /* hybrid sharding: groups of ranks / replicas ranks, each with a model; 0: 1 */
 } shape_t;
+/* The ranks of a group. */
+static inline uint32_t group_ranks(const shape_t *shape) {
+  return shape->replicas ? shape->ranks / shape->replicas : shape->ranks;
+}
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
 static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
 
@@ -381,8 +386,8 @@ static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gr
   if (shape->placement) c.placement = shape->placement;
   c.device_ordinal = shape->ordinal;
   k->w = world_open(c);
-  group.rank = rank;
-  group.ranks = shape->ranks;
+  group.rank = rank % group_ranks(shape);
+  group.ranks = group_ranks(shape);
   if (!shape->alone) CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
   open_arenas(k, k->group);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
@@ -557,7 +562,7 @@ static gemini_status_t check_norm(rank_t *k) {
     double norms[RANKS_MOST];
     status = gemini_group_exchange(k->w.mgr, k->group, &norm, sizeof norm, norms);
     if (status) return status;
-    for (uint32_t r = 0; r < k->shape.ranks; r++) CHECK(!memcmp(&norms[r], &norm, sizeof norm));
+    for (uint32_t r = 0; r < group_ranks(&k->shape); r++) CHECK(!memcmp(&norms[r], &norm, sizeof norm));
   }
   return GEMINI_OK;
 }
@@ -660,9 +665,9 @@ static void check_stored(rank_t *k, int fd) {
 
 /* Bytes of a chunk that the rank keeps: slices are multiples of 256 elements, the last rank keeps what is left over. */
 static uint64_t own_bytes(const shape_t *shape, uint32_t rank) {
-  uint64_t chunk = chunk_of(shape),
-           slice = chunk / shape->element_bytes / shape->ranks / 256 * 256 * shape->element_bytes;
-  return rank + 1 == shape->ranks ? chunk - (shape->ranks - 1) * slice : slice;
+  const uint32_t ranks = group_ranks(shape);
+  uint64_t chunk = chunk_of(shape), slice = chunk / shape->element_bytes / ranks / 256 * 256 * shape->element_bytes;
+  return rank + 1 == ranks ? chunk - (ranks - 1) * slice : slice;
 }
 
 /* fd: a file of all ranks. */
@@ -679,11 +684,11 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   CHECK_EQ(atomic_load(&k->wrong), 0);
   uint64_t updated = atomic_load(&k->updated), all[RANKS_MOST], sum = 0;
   CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &updated, sizeof updated, all));
-  for (uint32_t r = 0; r < shape->ranks; r++) sum += all[r];
-  CHECK_EQ(sum, STEPS * k->model.first[LAYERS]); /* each element once a step, by one rank */
+  for (uint32_t r = 0; r < group_ranks(shape); r++) sum += all[r];
+  CHECK_EQ(sum, STEPS * k->model.first[LAYERS]); /* each element once a step, by one rank of a group */
   check_stored(k, fd);
-  CHECK_EQ(stats.ranks, shape->ranks);
-  CHECK_EQ(stats.rank, rank);
+  CHECK_EQ(stats.ranks, group_ranks(shape));
+  CHECK_EQ(stats.rank, rank % group_ranks(shape));
   const uint64_t chunk = chunk_of(shape);
   uint64_t chunks = (k->model.first[LAYERS] * shape->element_bytes + chunk - 1) / chunk;
   CHECK_EQ(k->model.rounds >= STEPS, true);
@@ -692,7 +697,7 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   if (shape->device_chunks >= 64 && !shape->micro_batches)
     CHECK_EQ(stats.gathered_chunks - gathered_first, (STEPS - 1) * chunks);
   else CHECK(stats.gathered_chunks - gathered_first >= (STEPS - 1) * chunks);
-  CHECK_EQ(stats.gathered_bytes, stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank));
+  CHECK_EQ(stats.gathered_bytes, stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, stats.rank));
   figures_t s = world_stats(&k->w);
   CHECK(s.planned_iterations > 0);
   CHECK(s.peak_bytes[HOST] <= shape->host_chunks * chunk);

@@ -354,6 +354,111 @@ static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
           run(&(shape_t){ .ranks = ranks, .stage = stage, .device_chunks = chunks }, trains_by_plan);
 }
 
+/* ---- arenas over different groups: one that all ranks have, and an expert, of which each pair of ranks has another */
+typedef struct {
+  rank_t k; /* params and group: of this part */
+  trainer_t t;
+  gemini_tensor_t param;
+  uint32_t rank, first, step; /* of all ranks; the first one of this part, and the distance of its ranks */
+  float values[3];            /* that parameter i must have: values[i % 3] */
+} part_t;
+/* Small whole numbers, so that sums are exact. No token of rank 3 goes to its expert in every second step. */
+static float gradient_of(uint32_t rank, uint32_t n, uint64_t i) {
+  return (float)(rank + 1) + (float)n * (float)(i % 3);
+}
+static bool has_gradient(const part_t *p, uint32_t rank, uint32_t n) { return p->step == 1 || rank != 3 || n % 2; }
+
+static void part_open(part_t *p, const rank_t *k, gemini_group_t group, uint32_t step) {
+  *p = (part_t){ .k = *k, .rank = k->rank, .first = k->rank % step, .step = step };
+  p->k.group = group;
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  c.element_bytes = 4;
+  c.group = group;
+  c.zero_stage = step == 1 ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_GRADIENTS;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &p->k.params));
+  p->t = trainer_open(&p->k);
+  p->param = world_tensor(&p->k.w, p->k.params, step == 1 ? "dense" : "expert", ELEMENTS * 4);
+}
+static void part_op(part_t *p, uint32_t n, bool back) {
+  gemini_manager_t mgr = p->k.w.mgr;
+  gemini_tensor_t grad;
+  char name[32];
+  snprintf(name, sizeof name, "%s %s", p->step == 1 ? "dense" : "expert", back ? "backward" : "forward");
+  CHECK_OK(gemini_tensor_counterpart(mgr, p->param, p->t.grads, &grad));
+  CHECK_OK(gemini_op_begin(mgr, name, p->k.w.stream));
+  gemini_access_t use = world_whole(p->param, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_acquire(mgr, &use, 1, GEMINI_STREAM_CALLER));
+  uint64_t wrong = 0;
+  for (uint64_t i = 0; i < ELEMENTS; i++) wrong += ((const float *)use.ptr)[i] != p->values[i % 3];
+  CHECK_EQ(wrong, 0);
+  CHECK_OK(gemini_release(mgr, &use, 1, GEMINI_STREAM_CALLER));
+  if (back && has_gradient(p, p->rank, n)) {
+    use = world_whole(grad, GEMINI_WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(mgr, &use, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < ELEMENTS; i++) ((float *)use.ptr)[i] = gradient_of(p->rank, n, i);
+    CHECK_OK(gemini_release(mgr, &use, 1, GEMINI_STREAM_CALLER));
+  }
+  if (back && world_tensor_info(&p->k.w, grad).state == GEMINI_STATE_FREE)
+    CHECK_OK(gemini_tensor_state_set(mgr, grad, GEMINI_STATE_HOLD));
+  if (back) CHECK_OK(gemini_tensor_state_set(mgr, grad, GEMINI_STATE_READY_FOR_REDUCE));
+  CHECK_OK(gemini_op_end(mgr));
+}
+/* The norm of the gradients, and an update by them. */
+static void part_update(part_t *p, uint32_t n) {
+  float sums[3] = { 0 };
+  double squares = 0, norm;
+  for (uint64_t i = 0; i < ELEMENTS; i++) {
+    float sum = 0;
+    for (uint32_t r = p->first; r < p->k.ranks; r += p->step)
+      if (has_gradient(p, r, n)) sum += gradient_of(r, n, i);
+    sums[i % 3] = sum;
+    squares += (double)sum * sum;
+  }
+  gemini_access_t all = world_whole(p->t.grads, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_norm(p->k.w.mgr, &all, GEMINI_DTYPE_F32, p->k.w.stream, &norm));
+  CHECK(norm * norm > squares * (1 - 1e-12) && norm * norm < squares * (1 + 1e-12));
+  update(&p->t, halve_anywhere);
+  for (int i = 0; i < 3; i++) p->values[i] -= sums[i] / 2;
+}
+static void trains_experts(rank_t *k) {
+  gemini_group_id_t mine = { { 0 } }, ids[4];
+  const uint32_t pairs = k->ranks / 2;
+  if (k->rank < pairs) CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &mine));
+  CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &mine, sizeof mine, ids));
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.id = &ids[k->rank % pairs];
+  c.rank = k->rank / pairs;
+  c.ranks = 2;
+  c.deadline_ns = UINT64_C(60000000000);
+  gemini_group_t pair;
+  CHECK_OK(gemini_group_open(k->w.mgr, &c, &pair));
+  part_t dense, expert;
+  part_open(&dense, k, k->group, 1);
+  part_open(&expert, k, pair, pairs);
+  for (uint32_t n = 0; n < ITERATIONS; n++) {
+    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    part_op(&dense, n, false);
+    part_op(&expert, n, false);
+    part_op(&expert, n, true);
+    part_op(&dense, n, true);
+    part_update(&dense, n);
+    part_update(&expert, n);
+    CHECK_OK(gemini_iteration_end(k->w.mgr));
+  }
+  CHECK(world_stats(&k->w).planned_iterations >= ITERATIONS - 2);
+  for (int i = 0; i < 2; i++) {
+    gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+    CHECK_OK(gemini_group_stats(k->w.mgr, i ? pair : k->group, &s));
+    CHECK_EQ(s.ranks, i ? 2 : k->ranks);
+    CHECK_EQ(s.reduced_chunks, ITERATIONS * CHUNKS);
+    CHECK_EQ(s.reduced_bytes, s.reduced_chunks * WORLD_CHUNK * (s.ranks - 1) / s.ranks);
+  }
+}
+static void test_experts_are_divided_among_their_own_ranks(void) {
+  for (uint64_t chunks = 20; chunks <= 48; chunks += 28)
+    run(&(shape_t){ .ranks = 4, .stage = GEMINI_ZERO_PARAMS, .device_chunks = chunks }, trains_experts);
+}
+
 /* ---- what operators wait for */
 /* An operator on a stream that uses a tensor. Rank 1 comes late to it. */
 static void late_op(rank_t *k, gemini_tensor_t tensor, uint32_t mode, uint32_t number) {
@@ -462,6 +567,7 @@ int main(void) {
   RUN(test_auto_gathers_as_seldom_as_the_best_stage);
   RUN(test_auto_leaves_frames_to_states_that_are_worth_more);
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
+  RUN(test_experts_are_divided_among_their_own_ranks);
   RUN(test_waits_for_gathers_and_sums_are_counted_apart);
   RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
   return check_done();

@@ -22,7 +22,7 @@ from torch import nn
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import checkpoint, slicerule, tensorfile
+from libgemini.torch import checkpoint, ranks as ranks_of_torch, slicerule, tensorfile
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 # "cuda": all ranks on GPUs, over NCCL; the GPU is that of LOCAL_RANK. "cpu": the simulated device.
@@ -210,15 +210,17 @@ def optimizer_of(model, name=None, **options):
 def steps(
     model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, dtype=torch.float32, **inputs
 ):
-    """Trains on rows begin to end of each batch, in `micro` parts. Returns losses, and norms before and after
-    clipping.
+    """Trains on rows begin to end of each batch, in `micro` parts, within no_sync() of a wrapper but for the last one.
+    Returns losses, and norms before and after clipping.
     """
     losses, norms, after = [], [], []
     for step in range(count):
         total, length = 0.0, (end - begin) // micro
         for first in range(begin, end, length):
-            loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
-            loss.backward()
+            last = first + length >= end
+            with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+                loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
+                loss.backward()
             total += loss.item()
         losses.append(total)
         if clip:
@@ -322,6 +324,39 @@ def training(
             made.save_pretrained(os.path.join(adapters, str(rank)))
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
         return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
+
+
+def joined(*, model, counts, spare, early=False, **more):
+    """Trains on so many batches, another number on each rank, with branches, spare, that only repeated ones use.
+    Returns also which batches were repeated, and what is said of no batch at all on rank 1 and of a wrapper's join().
+    """
+    rank, count = rank_and_count()
+    out = {"losses": [], "idle": [], "norms": []}
+    with session(strict=not early, **more):  # with parts, a strict rank would wait for an idle one
+        made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early)
+        gm.unit(made.choice)
+        batches = gm.join([rows(model, step, **share(count, rank)) for step in range(counts[rank])])
+        for batch in batches:
+            loss = made(**batch, branches=spare if batches.idle else [0, 1])["loss"]
+            loss.backward()
+            out["losses"].append(loss.item())
+            out["idle"].append(batches.idle)
+            if not early:
+                out["norms"].append(float(nn.utils.clip_grad_norm_(made.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        out["left"] = batches.idle
+        out["state"] = state(made, optimizer)
+        try:
+            list(gm.join([] if rank == 1 else [0]))
+        except gm.GeminiError as error:
+            out["empty"] = str(error)
+        try:
+            nn.parallel.DistributedDataParallel(made).join()
+        except gm.GeminiError as error:
+            out["wrapper"] = str(error)
+        return out
 
 
 def columns(*, model, lengths):
@@ -577,12 +612,16 @@ def full_disk(*, folder):
         return {"error": error, "left": left, "saved": saved, "older": older, "again": sorted(os.listdir(folder))}
 
 
+began = {}  # when the step began in which a rank fails
+
+
 def skips(*, what):
     """Rank 1 leaves out a call that the other one makes. Then both make the same ones."""
     rank, count = rank_and_count()
     with session(deadline=4.0):
         made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build("branches")))
         steps(made, optimizer, "branches", **share(count, rank), count=2)
+        began["ns"] = time.monotonic_ns()
         loss = made(**rows("branches", 2, **share(count, rank)))["loss"]
         if rank == 0 or what != "backward":
             loss.backward()
@@ -610,6 +649,70 @@ def built_in(*, model, zero=3):
         return {**steps(made, optimizer, model, **share(count, rank)), "state": state(made, optimizer)}
     finally:
         gm.close()
+
+
+def shares():
+    """What init() takes by itself where torchrun has started 4 processes on 12 cores. Returns bytes and threads."""
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    cores, os.sched_getaffinity = os.sched_getaffinity, lambda _: {*range(12)}
+    try:
+        gm.init(device="cpu", device_memory="1MiB")
+        budget = gm.stats()["budget_bytes"]["host"]
+        return {"host": budget / ranks_of_torch.host_default(), "threads": gm.session().manager.config.update_threads}
+    finally:
+        os.sched_getaffinity = cores
+        del os.environ["LOCAL_WORLD_SIZE"]
+        gm.close()
+
+
+def large():
+    """A model of 13 MB in bfloat16."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def of_process(file, field):
+    """A number that the system knows of this process."""
+    with open(f"/proc/self/{file}") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def pretrained(*, folder):
+    """Fills the model of a folder in two ways. Returns logits, the host memory that each took, and bytes read."""
+    import transformers
+
+    out, ids = {"folder": folder}, torch.arange(LENGTH)[None]
+    for way in "from_pretrained", "load_weights":
+        with session() as opened:
+            if way == "from_pretrained":
+                with gm._Init(opened):
+                    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+            else:
+                config = transformers.AutoConfig.from_pretrained(folder)
+                with torch.device("meta"):
+                    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                with open("/proc/self/clear_refs", "w") as file:
+                    file.write("5")  # VmHWM begins anew
+                grown, read = of_process("status", "VmRSS"), of_process("io", "rchar")
+                gm.load_weights(made, folder, verify=False)
+                out["read"] = of_process("io", "rchar") - read
+                out["grown"] = (of_process("status", "VmHWM") - grown) << 10
+            out[way, "host"] = opened.manager.stats()["peak_bytes"]["host"]
+            made = gm.prepare(made.eval())
+            with torch.no_grad():
+                out[way, "logits"] = made(input_ids=ids).logits.clone()
+    return out
 
 
 def resumed(*, model, zero=3):
@@ -750,6 +853,7 @@ def ends(*, point, how, deadline=4.0, early=False):
             made.last.register_forward_pre_hook(end)
         if rank == 1 and point == "backward":
             made.choice[0].register_full_backward_hook(end)
+        began["ns"] = time.monotonic_ns()
         loss = made(**rows("8 branches", 2, **share(count, rank)), branches=inputs["branches"])["loss"]
         loss.backward()
         if rank == 1 and point == "step":
@@ -863,7 +967,13 @@ def outcome_of(program, arguments):
     try:
         return globals()[program](**arguments)
     except BaseException as error:
-        return {"type": type(error).__name__, "text": str(error), "status": getattr(error, "status", "")}
+        seconds = (time.monotonic_ns() - began.get("ns", 0)) / 1e9
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "status": getattr(error, "status", ""),
+            "seconds": seconds,
+        }
 
 
 if __name__ == "__main__":

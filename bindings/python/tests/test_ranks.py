@@ -3,6 +3,7 @@
 SPDX-License-Identifier: Apache-2.0
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -150,7 +151,7 @@ OTHERS = {
     "bf16, NAdam": ("training", {"model": "branches", "dtype": "bfloat16", "optimizer": NADAM}),
     **{name: case_of_optimizer(name) for name in OPTIMIZERS},
     "bf16": ("training", {"model": "gpt2", "dtype": "bfloat16", "clip": 0.5}),
-    "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice"}),
+    "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice", "clip": 0.5}),
     "no unit": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]]}),
     "resumed": ("resumed", {"model": "gpt2"}),
     "saving": ("saving", {}),
@@ -160,7 +161,11 @@ OTHERS = {
     **AT_THE_END_AND_EARLY,
     "early": ("early", {"model": "gpt2"}),
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
+    "pretrained": ("pretrained", {}),
+    "shares": ("shares", {}),
     "columns": ("columns", {"model": "gpt2", "lengths": [12, 7]}),
+    "joined": ("joined", {"model": "branches", "counts": [5, 2], "spare": [0, 3]}),
+    "joined, early": ("joined", {"model": "8 branches", "counts": [2, 5], "spare": [0, 4, 5, 6, 7], "early": True}),
 }
 
 
@@ -171,6 +176,9 @@ def outcomes(tmp_path_factory):
     larger = {name: {**CASES, **AT_THE_END_AND_EARLY}[name] for name in LARGER + LARGER_EARLY}
     for ranks, cases in (2, {**CASES, **OTHERS}), (4, larger):
         folder = tmp_path_factory.mktemp("ranks")
+        if "pretrained" in cases and importlib.util.find_spec("transformers"):
+            cases["pretrained"] = "pretrained", {"folder": str(folder / "large")}
+            rank_programs.large().save_pretrained(folder / "large", max_shard_size="3MB")
         if "saving" in cases:
             cases["lora"] = "training", {**CASES["lora"][1], "adapters": str(folder / "adapters")}
             cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
@@ -252,12 +260,14 @@ def test_optimizers_update_the_fp32_copies_of_16_bits(outcomes):
 
 
 def test_what_some_ranks_or_none_use(outcomes):
-    """Rank 0 uses branches 0 and 1, rank 1 branches 0 and 2; nobody uses 3, which keeps its values and has no state."""
-    branches = [[0, 1], [0, 2]]
+    """Rank 0 uses branches 0 and 1, rank 1 branches 0 and 2; nobody uses 3, which keeps its values and has no state.
+    The norm is that of all gradients, also those that only one rank has.
+    """
+    branches, clip = [[0, 1], [0, 2]], OTHERS["branches"][1]["clip"]
     made = rank_programs.build("branches")
     optimizer = rank_programs.adamw(made)
     before = made.choice[3].weight.detach().clone()
-    losses = []
+    losses, norms, after = [], [], []
     for step in range(4):
         parts = [
             made(**rank_programs.rows("branches", step, **rank_programs.share(2, rank)), branches=branches[rank])[
@@ -267,9 +277,12 @@ def test_what_some_ranks_or_none_use(outcomes):
         ]
         (sum(parts) / 2).backward()
         losses.append(sum(parts).item() / 2)
+        for most, found in (clip, norms), (0.8 * clip, after):
+            found.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), most)))
         optimizer.step()
         optimizer.zero_grad()
-    wanted = {"losses": losses, "norms": [], "after": [], "state": rank_programs.state(made, optimizer)}
+    assert min(norms) > clip
+    wanted = {"losses": losses, "norms": norms, "after": after, "state": rank_programs.state(made, optimizer)}
     check(good(outcomes[2, "branches"]), wanted)
     assert torch.equal(outcomes[2, "branches"][0]["state"]["choice.3.weight"], before)
     for outcome in outcomes[2, "no unit"]:
@@ -391,6 +404,33 @@ def test_ranks_with_texts_of_other_lengths(outcomes):
     check(good(outcomes[2, "columns"]), wanted)
 
 
+@pytest.mark.parametrize("name", ["joined", "joined, early"])
+def test_ranks_with_less_data_join(outcomes, name):
+    """They count as zeros in the mean of all ranks. Branches that only their repeated batches use have no step."""
+    arguments = OTHERS[name][1]
+    counts, clip = arguments["counts"], 0.0 if arguments.get("early") else 0.5
+    made = rank_programs.build(arguments["model"])
+    unused, norms = f"choice.{arguments['spare'][-1]}.weight", []
+    optimizer, before = rank_programs.adamw(made), made.get_parameter(unused).detach().clone()
+    for step in range(max(counts)):
+        for rank in range(2):
+            if step < counts[rank]:
+                (made(**rank_programs.rows("branches", step, **rank_programs.share(2, rank)))["loss"] / 2).backward()
+        if clip:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(norm > clip for norm in norms)
+    wanted = rank_programs.state(made, optimizer)
+    for rank, one in enumerate(good(outcomes[2, name])):
+        assert one["idle"] == [step >= counts[rank] for step in range(max(counts))] and not one["left"]
+        assert one["norms"] == pytest.approx(norms, rel=1e-5)
+        assert far_apart(one["state"], wanted) <= 1e-6
+        same_state(one, outcomes[2, name][0])
+        assert torch.equal(one["state"][unused], before)
+        assert "rank 1 has no batch at all" in one["empty"] and "libgemini.torch.join" in one["wrapper"]
+
+
 REFUSED = {  # what is refused of DTensors, and words of why
     "uneven": "cannot be divided into 2 equal parts",
     "two dimensions": "over a mesh of 2 dimensions",
@@ -474,6 +514,20 @@ def test_each_rank_keeps_its_part(outcomes):
         assert outcome["host"] <= model / 4 + 5 * (64 << 10)
 
 
+def test_ranks_load_a_model_in_the_memory_of_one(outcomes):
+    """Of a folder of transformers: each rank keeps its slices, and reads no other bytes of the files."""
+    transformers, found = pytest.importorskip("transformers"), good(outcomes[2, "pretrained"])
+    made = transformers.LlamaForCausalLM.from_pretrained(found[0]["folder"], dtype=torch.bfloat16)
+    size = 2 * sum(param.numel() for param in made.parameters())
+    with torch.no_grad():
+        wanted = made(input_ids=torch.arange(rank_programs.LENGTH)[None]).logits
+    for one in found:
+        for way in "from_pretrained", "load_weights":
+            assert torch.equal(one[way, "logits"], wanted)
+            assert 0 < one[way, "host"] <= size / 2 + 2 * (64 << 10)
+        assert one["read"] <= 0.55 * size and one["grown"] <= 0.8 * size
+
+
 def test_another_model_on_one_rank(outcomes):
     for outcome in outcomes[2, "another model"]:
         assert outcome["type"] == "GeminiError"
@@ -485,6 +539,7 @@ def test_another_model_on_one_rank(outcomes):
 def test_a_rank_that_leaves_out_a_call_is_found_out(outcomes, what):
     for rank, outcome in enumerate(outcomes[2, f"skips {what}"]):
         assert outcome["type"] == "GeminiError" and f"rank {1 - rank}" in outcome["text"], outcome
+        assert outcome["seconds"] < 10, outcome
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
@@ -501,6 +556,7 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
+        assert outcome["seconds"] < 10, outcome
         assert how != "killed" or f"rank 1 has ended (process {processes[1].pid})" in outcome["text"], outcome
 
 
@@ -524,6 +580,37 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
         Gpus((0, "a"), (0, ""))._refuse_shared_gpus()
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     shared._refuse_shared_gpus()
+
+
+def test_processes_of_a_machine_share_it(monkeypatch):
+    """Its memory, and its cores unless they are bound to others; also with those of other groups, as torchrun tells."""
+    shared, bound, elsewhere = ("here", 800, [*range(16)]), ("here", 900, [*range(16, 20)]), ("there", 7, [0])
+    monkeypatch.setattr(ranks_of_torch, "host_default", lambda: shared[1])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*shared[2]})
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+
+    def share(processes, group="group"):
+        def gather(out, mine, group):
+            out[:] = [mine, *processes]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1 + len(processes))
+        return ranks_of_torch.Share.of(group)
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert share([], None) == share([elsewhere]) == (0, 0)
+    assert share([shared, elsewhere]) == (400, 7)
+    assert share([bound]) == (400, 15)
+    assert share([("here", 300, [*range(16)])] * 19) == (15, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert share([], None) == (200, 3)
+    assert share([shared]) == (200, 3)
+    assert share([bound, elsewhere]) == (200, 7)
+
+
+def test_a_session_takes_its_share(outcomes):
+    for outcome in good(outcomes[2, "shares"]):
+        assert 0.1 < outcome["host"] < 0.4 and outcome["threads"] == 2
 
 
 def test_the_gpu_of_a_process(monkeypatch):
@@ -599,13 +686,17 @@ def test_the_example_of_the_page(tmp_path):
     assert far_apart(*models) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerate"])
+@pytest.mark.parametrize("name", ["trainer", "accelerate", "lightning"])
 def test_trainers(tmp_path, name):
     """The example of a trainer on 2 ranks, beside itself without libgemini, where torch's DDP adds gradients."""
     code = source_of(name, "AdamW")
-    cases = [("example", {"code": part, "folder": str(tmp_path)}) for part in (code, without(code))]
-    for ours, plain in run(tmp_path, 2, "several", cases=cases):
+    plain = without(code).replace("devices=1", "devices=2")  # without libgemini, Lightning counts those of all ranks
+    cases = [("example", {"code": part, "folder": str(tmp_path)}) for part in (code, plain)]
+    for ours, plain in run(tmp_path, 2, "several", more={"TORCHELASTIC_RUN_ID": "1"}, cases=cases):
         good([ours, plain])
         assert len(set(ours["losses"])) >= 8
         assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert far_apart(ours["values"], plain["values"]) < 1e-5
+    if name == "lightning":  # rank 0 has written the whole model
+        (file,) = (tmp_path / "checkpoints").glob("epoch=1-step=?.ckpt")
+        assert far_apart(torch.load(file, weights_only=False)["state_dict"], ours["values"]) == 0

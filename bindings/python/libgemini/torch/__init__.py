@@ -56,6 +56,7 @@ __all__ = [
     "explain",
     "infer",
     "init",
+    "join",
     "load",
     "load_weights",
     "offload_activations",
@@ -72,6 +73,7 @@ __all__ = [
 ]
 
 _Module = _typing.TypeVar("_Module", bound=_torch.nn.Module)
+_Batch = _typing.TypeVar("_Batch")
 _Path = _typing.Union[str, "_os.PathLike[str]"]
 _current: Session | None = None
 
@@ -172,7 +174,8 @@ def init(
         margin: Bytes of device_memory that stay unused.
         chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory.
         warmup_iterations: Training steps that are watched before the first plan is made.
-        update_threads: Threads that run optimizer updates on the host. 0: the library chooses.
+        update_threads: Threads that run optimizer updates on the host. 0: the cores less one; of several processes of a
+            machine, of an equal part of the cores.
         strict: Unmap each chunk as soon as it has left the device, so that a stray access faults. For tests.
         progress: Whether long operations report their progress on stderr. None: if stderr is a terminal, otherwise in
             the log.
@@ -221,11 +224,15 @@ def init(
     if units not in _UNITS:
         raise GeminiError(f"units is {units!r}: want {', '.join(map(repr, _UNITS))}", "INVALID")
     process_group = _ranks.find(process_group)
-    if process_group is not None and not _parse_bytes(host_memory, "host_memory"):
-        host_memory = _ranks.host_share(process_group)
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if cuda and (device is None or _torch.device(device).index is None):
         device = _ranks.choose_gpu(process_group)
+    # What a group of NCCL sends is on the current GPU.
+    with _torch.cuda.device(device) if cuda and process_group is not None else _contextlib.nullcontext():
+        share = _ranks.Share.of(process_group)
+    update_threads = update_threads or share.update_threads
+    if not _parse_bytes(host_memory, "host_memory"):
+        host_memory = share.host_bytes
     if not _parse_bytes(device_memory, "device_memory"):
         if cuda and (allocator == "torch" or process_group is not None and _ranks.may_share_gpus()):
             what = 'allocator="torch" takes memory beside it' if allocator == "torch" else "processes may share the GPU"
@@ -233,8 +240,7 @@ def init(
         if cuda:
             device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
         else:
-            host = _ranks.host_default() if process_group is None else _ranks.host_share(process_group)
-            device_memory = _simulated_default(host)
+            device_memory = _simulated_default(share.host_bytes or _ranks.host_default())
     owner = Session(
         device=_torch.device(device or "cpu"),
         placement=placement,
@@ -509,6 +515,26 @@ def resident(module: _torch.nn.Module) -> _typing.ContextManager[None]:
         GeminiError: As unit(); or there is no room on the device.
     """
     return _unit.resident(_prepared(), module)
+
+
+def join(batches: _typing.Iterable[_Batch]) -> _ranks.Join[_Batch]:
+    """Iterates over batches as long as any process has one, so that processes with less data join the others' steps.
+
+    A process whose batches have ended gets its last one again: it makes the same calls as the others, and what it
+    computes counts for nothing. Its gradients are zeros in the mean over all processes. Each step begins when all
+    processes have told whether they have a batch.
+
+    Args:
+        batches: Of this process, at least one; another number in each process.
+
+    Returns:
+        An object to iterate over, such as in `for batch in join(loader):`. Its attribute idle says whether the latest
+        batch was a repeated one, whose loss is not to be counted.
+
+    Raises:
+        GeminiError: There is no session; or, while iterating, a process has no batch at all.
+    """
+    return _ranks.Join(session().ranks, batches)
 
 
 def _prepared() -> Session:

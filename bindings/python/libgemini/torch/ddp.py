@@ -28,6 +28,9 @@ class Through(DistributedDataParallel):
     def no_sync(self):
         return contextlib.nullcontext()
 
+    def join(self, *args, **kwargs):
+        raise GeminiError("in the place of `with model.join():` iterate over libgemini.torch.join(batches)")
+
 
 def _make(self, module, *args, **kwargs):
     if not any(isinstance(param, ManagedParameter) for param in module.parameters()):

@@ -112,7 +112,8 @@ class Parts:
         if not self.open:
             return
         for arena, part in self.arenas.items():
-            all_records, made = self.rule.arenas[arena], self.ranks.stored
+            all_records = self.rule.arenas[arena]
+            made: typing.Collection[Record] = () if self.ranks.idle else self.ranks.stored
             step = self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.ranks.count
             begin = part.complete(made, step)
             if begin < part.end:

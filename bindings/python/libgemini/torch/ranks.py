@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import os
 import socket
 import typing
@@ -34,6 +35,7 @@ if typing.TYPE_CHECKING:
     from .session import Session
 
 _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
+_Batch = typing.TypeVar("_Batch")
 
 
 def find(process_group: typing.Any) -> typing.Any:
@@ -64,14 +66,44 @@ def host_default() -> int:
         return int(probe.stats()["budget_bytes"]["host"])
 
 
-def host_share(process_group: typing.Any) -> int:
-    """This process's part of the host memory that the library would take by itself, which all ranks of a host share."""
-    free = host_default()
-    mine = socket.gethostname(), free
-    theirs: list[typing.Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(theirs, mine, group=process_group)
-    here = [other for host, other in theirs if host == mine[0]]
-    return min(here) // len(here)
+class Share(typing.NamedTuple):
+    """What a process takes of its machine by itself, of which all processes there take an equal part.
+
+    Attributes:
+        host_bytes: Host memory. 0: the process is alone, and the library chooses.
+        update_threads: Threads for updates. 0: likewise.
+    """
+
+    host_bytes: int
+    update_threads: int
+
+    @classmethod
+    def of(cls, process_group: typing.Any) -> Share:
+        """The share of this process. All processes of the group have to call it.
+
+        The processes of a machine are those of the group there, or those that torchrun has started there
+        (LOCAL_WORLD_SIZE) if these are more, as with tensor parallelism. Those that a launcher has bound to other
+        cores do not count where cores are divided.
+
+        Args:
+            process_group: Of several processes, or None.
+        """
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        started = int(local) if local.isdigit() else 1
+        if process_group is None and started == 1:
+            return cls(0, 0)
+        mine = socket.gethostname(), host_default(), sorted(os.sched_getaffinity(0))
+        theirs: list[typing.Any] = [mine]
+        if process_group is not None:
+            theirs = [None] * dist.get_world_size(process_group)
+            dist.all_gather_object(theirs, mine, group=process_group)
+        here = [one for one in theirs if one[0] == mine[0]]
+        count = max(len(here), started)
+        if count == 1:
+            return cls(0, 0)
+        beside = count * sum(one[2] == mine[2] for one in here) // len(here)  # those on the same cores
+        threads = min(max(1, len(mine[2]) // beside - 1), 256)
+        return cls(min(free for _, free, _ in here) // count, threads)
 
 
 def choose_gpu(process_group: typing.Any) -> torch.device:
@@ -253,6 +285,50 @@ class SlicedPlace(Place):
             piece.copy_(flat[first : first + piece.numel()].cpu())
 
 
+class Join(typing.Generic[_Batch]):
+    """The batches of a rank, and as long as another rank has one, the last one again. See libgemini.torch.join().
+
+    Attributes:
+        idle: Whether the latest batch was repeated.
+    """
+
+    def __init__(self, ranks: Ranks | None, batches: typing.Iterable[_Batch]) -> None:
+        """
+        Args:
+            ranks: Of the session, or None: there is one process.
+            batches: Of this rank, at least one.
+        """
+        self.ranks = ranks
+        self.batches = batches
+        self.idle = False
+
+    def __iter__(self) -> typing.Iterator[_Batch]:
+        ranks, rest = self.ranks, iter(self.batches)
+        if ranks is None:
+            yield from rest
+            return
+        latest: list[_Batch] = []
+        try:
+            while True:
+                if not self.idle:
+                    found = list(itertools.islice(rest, 1))
+                    self.idle, latest = not found, found or latest
+                flags = ranks.exchange(bytes((not self.idle, bool(latest))))
+                if not any(has for has, _ in flags):
+                    return
+                for rank, (_, had) in enumerate(flags):
+                    if not had:
+                        raise GeminiError(
+                            f"rank {rank} has no batch at all, so it cannot join the steps of the others: each rank "
+                            "needs one",
+                            "PEER",
+                        )
+                ranks.idle = self.idle
+                yield latest[0]
+        finally:
+            ranks.idle = self.idle = False
+
+
 class Ranks:
     """The ranks of a session.
 
@@ -286,6 +362,7 @@ class Ranks:
         self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
         self.taken = False  # a step has used the gradients
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
+        self.idle = False  # this rank has no batch, and only accompanies the others: its gradients are zeros; see Join
         self.parts: Parts | None = None  # with step_in_backward
         if session.cuda:
             load_nccl()
@@ -509,7 +586,10 @@ class Ranks:
                 session.holds.acquire_use(use, stream)
                 try:
                     if record.has_grad:  # of an earlier pass: what has been added over the ranks is zero here
-                        place.tensor.add_(values / self.count)
+                        if not self.idle:
+                            place.tensor.add_(values / self.count)
+                    elif self.idle:
+                        place.tensor.zero_()
                     else:
                         torch.div(values, self.count, out=place.tensor)
                 finally:
@@ -517,10 +597,13 @@ class Ranks:
             finally:
                 self.storing = False
             self.complete(record)
+        if not self.idle:
+            self.absent.discard(record)
+        elif not record.has_grad:
+            self.absent.add(record)
         record.has_grad, record.norm = True, None
         record.spent = record.early
         self.stored[record] = None
-        self.absent.discard(record)
 
     def complete(self, record: Record) -> None:
         """Tells the library that the gradient of this pass is complete, also one that is zero."""
