@@ -450,9 +450,20 @@ TRANSFORMS = {
 }
 
 
+def vmap_takes_indexes():
+    """Whether torch maps over the index of a tensor. 2.6 does not: it calls item()."""
+    try:
+        torch.func.vmap(lambda i: torch.zeros(2)[i])(torch.tensor([0]))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_n4_transforms_that_close_over_parameters(session, transform):
     """To the bit, and the gradients of parameters that a backward pass through the transform gives."""
+    if transform in ("vmap of rows", "vmap of columns") and not vmap_takes_indexes():
+        pytest.skip("this torch does not map over an index")
 
     def run(model, optimizer):
         if gm.tensors.ManagedTensor in type(model.one.weight).__mro__:
