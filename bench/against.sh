@@ -4,7 +4,7 @@
 #   bench/against.sh [--rounds N] OLD NEW [BENCH...]
 # OLD, NEW: build folders of two commits. BENCH: of hot, plan, train (a small GPT on the simulated device), and on a GPU
 # stack-24GiB, stack-12GiB (bench_stack 7b); hot, plan and train when left out. --rounds: how often each build runs each
-# bench, 5 when left out. For an older commit:
+# bench, 5 when left out. cuBLAS: as stack_gpu.sh. For an older commit:
 #   git worktree add build/old COMMIT && cmake -S build/old -B build/old/build && cmake --build build/old/build
 # Fails if a hash differs. Figures are of a machine that does nothing else.
 set -uo pipefail
@@ -20,35 +20,41 @@ while (($#)); do
   shift
 done
 for build in "${builds[@]}"; do
-  [[ -x $build/bench/bench_hot ]] || { echo "against.sh: $build: no build folder with benches, or no bench" >&2; exit 2; }
+  [[ -x $build/bench/bench_hot ]] ||
+    { echo "against.sh: $build: no build folder with benches, or no bench" >&2; exit 2; }
 done
 ((${#builds[@]} == 2)) || { echo "against.sh: want two build folders, OLD and NEW" >&2; exit 2; }
 ((${#benches[@]})) || benches=(hot plan train)
 out=$(mktemp -d) || exit 1
 trap 'rm -rf "$out"' EXIT
+# shellcheck source=common/cublas.sh
+. bench/common/cublas.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
 
-command_of() { # BUILD BENCH
+set_command() { # BUILD BENCH: in command
   case $2 in
-    hot) echo "$1/bench/bench_hot" ;;
-    plan) echo "$1/bench/bench_plan" ;;
-    train) echo "$1/bench/train_gpt --text /usr/share/common-licenses/GPL-3 --policy auto --device-mem 30% --steps 30 --quiet" ;;
-    stack-*) echo "$1/bench/bench_stack --size 7b --batch 16 --seq 1024 --device-mem ${2#stack-} --against skip --steps 7" ;;
+    hot) command=("$1/bench/bench_hot") ;;
+    plan) command=("$1/bench/bench_plan") ;;
+    train) command=("$1/bench/train_gpt" --text /usr/share/common-licenses/GPL-3 --policy auto --device-mem 30%
+                    --steps 30 --quiet) ;;
+    stack-*) command=("$1/bench/bench_stack" --size 7b --batch 16 --seq 1024 --device-mem "${2#stack-}"
+                      --against skip --steps 7) ;;
   esac
 }
 
-# Figures as lines "bench case value", hashes as "bench case hash".
+# Figures as lines "bench value case", hashes as "bench case hash".
 bad=0
 for bench in "${benches[@]}"; do
   for ((round = 0; round < rounds; round++)); do
     for side in 0 1; do
-      read -ra command <<<"$(command_of "${builds[side]}" "$bench")"
+      set_command "${builds[side]}" "$bench"
       if ! LD_LIBRARY_PATH=${builds[side]}:${LD_LIBRARY_PATH:-} "${command[@]}" >"$out/log" 2>"$out/errors"; then
         echo "against.sh: ${command[*]} failed:" >&2
         tail -n 5 "$out/errors" >&2
         exit 1
       fi
-      sed -n "s/^ROW .*\"case\": \"\([^\"]*\)\".*\"value\": \([^,}]*\).*/$bench \2 \1/p" "$out/log" >>"$out/figures.$side"
+      sed -n "s/^ROW .*\"case\": \"\([^\"]*\)\".*\"value\": \([^,}]*\).*/$bench \2 \1/p" "$out/log" \
+        >>"$out/figures.$side"
       sed -n "s/^ROW .*\"params_hash\": \"\([^\"]*\)\".*/$bench \1/p" "$out/log" >>"$out/hashes.$side"
     done
   done

@@ -17,11 +17,8 @@ program=$build/bench/train_gpt
 [[ -x $program ]] || { echo "parity_gpu.sh: $program: no such program, run bench/quickstart.sh first" >&2; exit 1; }
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-if [[ -z ${GEMINI_CUBLAS:-} ]]; then
-  found=$(python3 -c 'import glob, sys
-print(*sorted(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib/libcublas.so.*")), sep="\n")' 2>/dev/null | tail -n 1 || true)
-  [[ -z $found ]] || export GEMINI_CUBLAS=$found
-fi
+# shellcheck source=common/cublas.sh
+. bench/common/cublas.sh
 shape=(--layers 12 --width 512 --heads 8 --context 128 --batch 1 --steps 8 "$@")
 
 # shellcheck source=common/row.sh

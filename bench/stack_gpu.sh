@@ -15,11 +15,8 @@ runs=("${@:3}")
 limit=${GEMINI_STACK_LIMIT:-200}
 [[ -x $program ]] || { echo "stack_gpu.sh: $program: no such program, run bench/quickstart.sh first" >&2; exit 1; }
 mkdir -p "$out"
-if [[ -z ${GEMINI_CUBLAS:-} ]]; then
-  found=$(python3 -c 'import glob, sys
-print(*sorted(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib/libcublas.so.*")), sep="\n")' 2>/dev/null | tail -n 1)
-  [[ -z $found ]] || export GEMINI_CUBLAS=$found
-fi
+# shellcheck source=common/cublas.sh
+. bench/common/cublas.sh
 bad=0
 
 # shellcheck source=common/row.sh

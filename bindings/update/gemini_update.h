@@ -242,7 +242,8 @@ GEMINI_API void gemini_update_walk(void *walk, const gemini_update_span_t *span)
  *  every rule and range, and the update's arena_count, modes and elements against them. It only reads. Skipped elements
  *  keep their parameters only if the update reads the parameters, too (GEMINI_READ_WRITE). Gradients that have taken
  *  their parameters' bytes cannot be skipped: leave them out of the update's elements.
- *  With GEMINI_UPDATE_SPECULATE nothing can be skipped, and each arena with GEMINI_WRITE must be one that the walk writes.
+ *  With GEMINI_UPDATE_SPECULATE nothing can be skipped, and each arena with GEMINI_WRITE must be one that the walk
+ *  writes.
  *  @param update  borrowed until return. With element_count 0, ranges must reach as far as the arenas do; this function
  *           cannot check that
  *  @retval GEMINI_ERR_INVALID  a value is out of range: the message names the rule or range, the value and the limit

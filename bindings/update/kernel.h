@@ -233,8 +233,8 @@ static inline __attribute__((always_inline)) bits_t encode(vec_t value, float sc
   bits_t index = bits_of_number(place);
   index = bits_pick(bits_less(place, count), index, most);
   bits_t code = least + index;
-  /* A variance is 0 only if it was: x does not tell, as a quotient may underflow. Below the lowest code place is between
-   * -1 and 0, so index is 0 and code the lowest. */
+  /* A variance is 0 only if it was: x does not tell, as a quotient may underflow. Below the lowest code, place is
+   * between -1 and 0, so index is 0 and code is the lowest. */
   const bits_t zero =
       top == 7 ? bits_less(magnitude, vec_of_bits(bits_all(1))) : bits_less(x, vec_all(GMI_ZERO_OF_MOMENTA));
   if (coarse) code = code & bits_all(0xfe);

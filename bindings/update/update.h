@@ -42,9 +42,10 @@ static inline uint32_t gmi_has_blocks(const gmi_adamw_t *k) {
  * 2^e, codes n to 2 n - 1 are the middles of n equal parts of the decade from 10^(e - top - 1) to 10^(e - top), times
  * the scale; 0 is 0. Momenta have top 6 and a sign in the highest bit, 0x80 is 1. Variances have top 7, and 1 is 1. The
  * nearest code is found by comparing with the middles between neighbours; but of variances only 0 gets code 0, as 0
- * beside a momentum makes a step of momentum / eps: all others get 2 at least, the lowest code above 0. The first GMI_SCALE_BITS codes of a block are
- * coarse: they lack their lowest bit, which has a bit of the scale (bf16, the lowest first), and stand for the middle
- * of the two. A block with a magnitude above GMI_MOST (in bits), infinite or NaN, has a NaN for a scale, and is NaN. */
+ * beside a momentum makes a step of momentum / eps: all others get 2 at least, the lowest code above 0. The first
+ * GMI_SCALE_BITS codes of a block are coarse: they lack their lowest bit, which has a bit of the scale (bf16, the lowest
+ * first), and stand for the middle of the two. A block with a magnitude above GMI_MOST (in bits), infinite or NaN, has a
+ * NaN for a scale, and is NaN. */
 #define GMI_BLOCK 256u
 #define GMI_SCALE_BITS 16u
 #define GMI_MOST 0x7f7f0000u

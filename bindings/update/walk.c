@@ -299,7 +299,8 @@ static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemi
         REFUSE("%s_index and %s_index both are %" PRIu32, role_names[i], role_names[k], index);
     }
   }
-  /* In place an arena that the walk does not write stays as it is; beside the old values it would have undefined ones. */
+  /* In place an arena that the walk does not write stays as it is; beside the old values it would have undefined
+   * ones. */
   for (uint32_t k = 0; update->flags & GEMINI_UPDATE_SPECULATE && k < update->arena_count; k++) {
     bool written = !(update->modes[k] & GEMINI_WRITE);
     for (int i = 0; i < ROLES; i++) written |= i != GRAD && roles.index[i] == k;

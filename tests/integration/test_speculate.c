@@ -748,9 +748,11 @@ static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is
     OK(gemini_iteration_begin(t.w.mgr));
     for (uint64_t unit = 0; unit < UNITS; unit++) op(&t, PARAM, unit, GEMINI_READ, 0, 100);
     for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 100);
-    if (step == PLANNED) OK(gemini_update_wait(t.w.mgr)); /* those before there was a plan ran on the host */
-    if (step == PLANNED) atomic_store(&spans_begun, 0);
-    if (step == PLANNED) atomic_store(&spans_on_device, 0);
+    if (step == PLANNED) { /* those before there was a plan ran on the host */
+      OK(gemini_update_wait(t.w.mgr));
+      atomic_store(&spans_begun, 0);
+      atomic_store(&spans_on_device, 0);
+    }
     if (step >= PLANNED) fill_link(&t, tensor, MORE * CHUNK, other);
     OK(update(&t, LATE, (rule_t){ .salt = step }, 0, 0));
     plain_update(&t, step, 0, ELEMENTS);

@@ -101,14 +101,8 @@ static void no_change(void *user, const gemini_update_span_t *span) {
   (void)span;
 }
 
-static gemini_status_t net_step(net_t *n, const step_t *s) {
-  OK(gemini_iteration_begin(n->mgr));
-  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_FORWARD));
-  for (int i = 0; i < LAYERS; i++)
-    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, false);
-  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_BACKWARD));
-  for (int i = LAYERS; !s->forward_only && i-- > 0;)
-    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, true);
+/* A late update of all parameters by their gradients. */
+static void net_update(net_t *n, gemini_update_fn fn, void *user) {
   gemini_arena_t arenas[] = { n->params, n->grads };
   uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
   gemini_update_t u = GEMINI_UPDATE_INIT;
@@ -117,8 +111,20 @@ static gemini_status_t net_step(net_t *n, const step_t *s) {
   u.modes = modes;
   u.arena_count = 2;
   u.stream = n->stream;
-  u.fn = no_change;
-  if (s->update) OK(gemini_update(n->mgr, &u));
+  u.fn = fn;
+  u.user = user;
+  OK(gemini_update(n->mgr, &u));
+}
+
+static gemini_status_t net_step(net_t *n, const step_t *s) {
+  OK(gemini_iteration_begin(n->mgr));
+  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_FORWARD));
+  for (int i = 0; i < LAYERS; i++)
+    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, false);
+  OK(gemini_phase_set(n->mgr, GEMINI_PHASE_BACKWARD));
+  for (int i = LAYERS; !s->forward_only && i-- > 0;)
+    if (s->skip != (uint32_t)i + 1) layer_op(n, s, i, true);
+  if (s->update) net_update(n, no_change, NULL);
   return gemini_iteration_end(n->mgr);
 }
 static void net_steps(net_t *n, const step_t *s, int count) {
@@ -488,17 +494,7 @@ static void paced_step(net_t *n, pace_t *pace) {
     OK(gemini_release(n->mgr, use, i < LAYERS ? 1 : 2, n->stream));
     OK(gemini_op_end(n->mgr));
   }
-  gemini_arena_t arenas[] = { n->params, n->grads };
-  uint32_t modes[] = { GEMINI_READ_WRITE, GEMINI_READ };
-  gemini_update_t u = GEMINI_UPDATE_INIT;
-  u.flags = GEMINI_UPDATE_LATE;
-  u.arenas = arenas;
-  u.modes = modes;
-  u.arena_count = 2;
-  u.stream = n->stream;
-  u.fn = paced_update;
-  u.user = pace;
-  OK(gemini_update(n->mgr, &u));
+  net_update(n, paced_update, pace);
   OK(gemini_iteration_end(n->mgr));
   OK(gemini_stream_synchronize(n->mgr, n->stream));
 }
