@@ -452,6 +452,18 @@ static uint32_t below_mask(const thread_t *t, uint64_t need) {
     for (int i = 0; i < CHUNKS; i++) held += h.of[s][i].host_users > 0;
   return atomic_load(&p->budget[GEMINI_TIER_HOST]) / slot_of(t) >= held + need + 2 ? 0 : full;
 }
+/* May it be impossible to lay the chunks of a host range side by side? Chunks that are acquired on the host stay where
+ * they are: those of the range itself may lie apart, those of others may leave no gap that is long enough. */
+static bool may_lie_apart(const thread_t *t, const holds_t *h, const open_t *o) {
+  uint64_t first = o->offset / t->chunk, last = (o->offset + o->size - 1) / t->chunk, held = 0;
+  if (o->access.tier != GEMINI_TIER_HOST || first == last) return false;
+  for (uint64_t i = first; i <= last; i++)
+    if (h->of[o->slot][i].host_users) return true;
+  for (int s = 0; s < SLOTS; s++)
+    for (int i = 0; i < CHUNKS; i++) held += h->of[s][i].host_users > 0;
+  uint64_t slots = atomic_load(&t->p->budget[GEMINI_TIER_HOST]) / slot_of(t);
+  return slots < held || (slots - held) / (held + 1) < last - first + 1;
+}
 /* A call that needs `need` frames beside those held. */
 static uint32_t device_mask(const thread_t *t, uint64_t held_then) {
   if (!t->p->exact || !t->chunk) return OK | BIT(GEMINI_ERR_OOM_DEVICE);
@@ -694,7 +706,7 @@ static void use_open(thread_t *t, open_t *o, uint32_t mode) {
 static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_stream_t stream, bool device_only) {
   open_t batch[OPENS];
   int count = 0, want = 1 + (int)below(r, (uint64_t)most);
-  bool wrong = false;
+  bool wrong = false, apart = false;
   int busy = FREE_TO;
   holds_t h;
   if (t->chunk) holds_get(t, &h);
@@ -718,6 +730,7 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     int is_busy = MAY_BE_BUSY; /* inside the batch */
     if (t->chunk) {
       is_busy = hold_check(t, &h, o);
+      apart |= may_lie_apart(t, &h, o);
       hold_add(t, &h, o, false);
     }
     wrong |= is_wrong;
@@ -761,6 +774,7 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     if (t->p->exact && t->chunk) allowed = device_mask(t, frames_held(t, &h)) | below_mask(t, host_chunks);
     if (run && t->p->exact && t->chunk) allowed = BIT(GEMINI_ERR_UNSUPPORTED) | below_mask(t, host_chunks);
     else if (run) allowed |= BIT(GEMINI_ERR_UNSUPPORTED);
+    if (apart) allowed |= BIT(GEMINI_ERR_OOM_HOST);
     allowed = busy_mask(busy, allowed);
   }
   gemini_status_t status = gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
