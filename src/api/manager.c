@@ -322,13 +322,12 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
     return gmi_fail(GEMINI_ERR_INVALID, 0, "device budget %llu without its margin %llu is less than one chunk, %llu",
                     (unsigned long long)bytes, (unsigned long long)margin, (unsigned long long)frame_bytes);
   gemini_status_t status = GEMINI_OK;
-  uint64_t old = m->config.device_bytes;
+  uint64_t old = m->config.device_bytes, memory = bytes - bytes % m->device.granularity;
   if (atomic_load(&m->cut.chunk_bytes)) {
     uint64_t frames = (bytes - margin) / frame_bytes;
     if (frames > UINT32_MAX - 1) frames = UINT32_MAX - 1;
-    status = gmi_frames_resize(m, (uint32_t)frames);
+    status = gmi_frames_resize(m, (uint32_t)frames, memory);
   } else {
-    uint64_t memory = bytes - bytes % m->device.granularity;
     status = gmi_device_resize(m, memory);
     if (status) gmi_fail_device(status, "device %s refused to change its memory", m->device.ops->name);
   }
@@ -342,7 +341,9 @@ static gemini_status_t budget_device(gmi_manager_t *m, uint64_t bytes) {
   gmi_failure_t refused;
   gmi_fail_keep(status, &refused);
   m->config.device_bytes = old;
-  if (atomic_load(&m->cut.chunk_bytes) && gmi_frames_resize(m, (uint32_t)((old - margin) / frame_bytes)) == GEMINI_OK)
+  memory = old - old % m->device.granularity;
+  if (atomic_load(&m->cut.chunk_bytes) &&
+      gmi_frames_resize(m, (uint32_t)((old - margin) / frame_bytes), memory) == GEMINI_OK)
     (void)gmi_tracer_replan(m);
   return gmi_fail_again(&refused);
 }

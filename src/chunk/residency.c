@@ -299,8 +299,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
-  uint64_t memory = frame_count * gmi_frame_bytes(m);
+gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count, uint64_t memory_bytes) {
   gemini_status_t status = frames_reserve(m, frame_count);
   if (status) return status;
   /* Shrinking frees and destroys one frame at a time, so a failure leaves a consistent pool of an intermediate size and
@@ -336,7 +335,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count) {
     m->frames.unmade[m->frames.unmade_count++] = frame;
     m->frames.made--;
   }
-  status = gmi_device_resize(m, memory);
+  status = gmi_device_resize(m, memory_bytes);
   if (!status) m->frames.count = frame_count;
   return status;
 }

@@ -64,7 +64,9 @@ void gmi_reap(gmi_manager_t *m); /* measures finished copies and device updates,
 void gmi_time_work(gmi_manager_t *m, gmi_timed_t work);
 void gmi_forget_collectives(gmi_manager_t *m, const struct gmi_group *g);
 uint32_t gmi_frames_of(const gmi_manager_t *m, uint64_t frame_bytes); /* how many of this size the budget allows */
-gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count);
+/* Changes how many frames there may be, and what the device gives for them: all that the budget allows, as frames of
+ * another size may be cut later. After a failure there are fewer frames, but as many as before are allowed. */
+gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count, uint64_t memory_bytes);
 void gmi_frames_free(gmi_manager_t *m);
 /* Records the error of a lack of need_bytes, with what holds the device's memory; returns GEMINI_ERR_OOM_DEVICE. */
 gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes);

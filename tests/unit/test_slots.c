@@ -252,6 +252,22 @@ static void test_bytes_are_right_after_a_new_cut_wherever_they_were(void) {
   }
 }
 
+/* A device budget that is no multiple of the chunks it was set for holds more of the smaller ones. */
+static void test_a_new_cut_has_all_frames_of_the_budget(void) {
+  world_t w = world_open(tiers_config(16, 64, 0));
+  gemini_arena_t a = arena_of(&w, "a", 16);
+  fill_on_host(&w, a, 16, 1);
+  recut_to(&w, 2 * W);
+  CHECK_OK(gemini_budget_set(w.mgr, GEMINI_TIER_DEVICE, 11 * W));
+  recut_to(&w, W);
+  gemini_access_t all = world_part(a, 0, 11 * W, GEMINI_READ, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(world_stats(&w).used_bytes[GEMINI_TIER_DEVICE], 11 * W);
+  CHECK_OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  CHECK(world_holds(&w, a, 0, 16 * W, 1));
+  world_close(&w);
+}
+
 /* ---- budgets and memory */
 static uint64_t resident(world_t *w) {
   gmi_reserve_figures_t f;
@@ -578,6 +594,7 @@ int main(void) {
   tiers_begin();
   bool uring = has_uring();
   RUN_TIMED(test_bytes_are_right_after_a_new_cut_wherever_they_were);
+  RUN_TIMED(test_a_new_cut_has_all_frames_of_the_budget);
   RUN_TIMED(test_a_budget_that_cannot_be_met_stays);
   RUN_TIMED(test_memory_is_the_budget_and_comes_back);
   for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
