@@ -6,10 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import json
-import pathlib
-import sys
-from typing import Any
+from table import Row, line, print_table, ratio, seconds
 
 COLUMNS = (  # title, width
     ("row", 30),
@@ -27,23 +24,7 @@ COLUMNS = (  # title, width
 )
 
 
-def line(cells: list[str]) -> str:
-    """The cells below their titles, the first one to the left."""
-    widths = [width for _, width in COLUMNS]
-    return " ".join([cells[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])])
-
-
-def ratio(value: float, of: float | None) -> str:
-    """value in terms of `of`, or a dash."""
-    return f"{value / of:.3f}" if of else "-"
-
-
-def seconds(value: float | None) -> str:
-    """Seconds, or a dash."""
-    return f"{value:.4f}" if value else "-"
-
-
-def lines(name: str, rows: list[dict[str, Any]]) -> list[str]:
+def lines(name: str, rows: list[Row]) -> list[str]:
     """The lines of one log.
 
     Args:
@@ -60,7 +41,7 @@ def lines(name: str, rows: list[dict[str, Any]]) -> list[str]:
             cells += [seconds(bound.get("bound_seconds")), bound.get("binds", "-"), ratio(step, alone.get("gpu"))]
             cells += [ratio(step, bound.get("bound_seconds")), seconds(planned), f"{100 * (planned / step - 1):.1f}%"]
             cells += [str(row.get(key, "-")) for key in ("clipped_steps", "departures", "op_peak_error_bytes")]
-            out.append(line(cells))
+            out.append(line(cells, [width for _, width in COLUMNS]))
             if "fsdp2" in alone:
                 out.append(f"  FSDP2 with offload: {alone['fsdp2']:.4f} s, {alone['fsdp2'] / step:.2f} times as long")
         elif "mean_losses" in row:
@@ -72,14 +53,5 @@ def lines(name: str, rows: list[dict[str, Any]]) -> list[str]:
     return out
 
 
-def main() -> None:
-    """Reads the logs that the command names."""
-    print(line([title for title, _ in COLUMNS]))
-    for path in map(pathlib.Path, sys.argv[1:]):
-        with path.open(errors="replace") as log:
-            rows = [json.loads(text[4:]) for text in log if text.startswith("ROW ")]
-        print("\n".join(lines(path.stem, rows) or [f"{path.stem}: no row"]))
-
-
 if __name__ == "__main__":
-    main()
+    print_table(COLUMNS, lines)

@@ -11,18 +11,30 @@ fit into what torch's own tensors, such as the cache of keys and values, leave o
 behind the first token), at the rate of a plain copy from page-locked memory, measured in the same run. With all of
 device-mem it would be bound_without_torch_seconds. Where all on the GPU was run, too, times_least in the last rows is
 the time in terms of the larger of that one and the bound. Of a mixture of experts each token reads two experts in each
-block, others from token to token. Accelerate, which takes seconds for each token, generates --peer-tokens. Without
-arguments it takes about four minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated device:
+block, others from token to token. Accelerate, which takes seconds for each token, generates --peer-tokens.
+
+With --folder the weights are written there once, as safetensors, a file for each block, and each process gets its model
+from the folder: gemini by gm.infer(FOLDER), the others by from_pretrained(). What the system has cached of the files is
+dropped before. start_seconds is the time from there to the first token, reading_seconds that of reading all bytes of
+the files with eight threads and nothing else, times_reading the former in terms of the latter. What fits neither on the
+device nor into --host-mem has to be read for each token, at the rate of that reading: files_seconds, and bound_seconds
+is the larger of the two. The folder stays when the program ends.
+
+Without arguments it takes about four minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated
+device:
 
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 512KiB,256KiB --tokens 8
   generate_torch.py --device cpu --size mixtral-tiny --vocabulary 512 --sample --system gemini --tokens 100 \\
       --device-mem 180MiB,120MiB,80MiB,40MiB
+  generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 256KiB --host-mem 2MiB --folder build/tiny
 SPDX-License-Identifier: Apache-2.0
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -35,6 +47,7 @@ SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, e
     "1.3b": (2048, 5504, 24, 16, 16, 0),
     "7b": (4096, 11008, 32, 32, 32, 0),
     "13b": (5120, 13824, 40, 40, 40, 0),
+    "70b": (8192, 28672, 80, 64, 8, 0),
     "mixtral-tiny": (256, 896, 16, 8, 2, 8),
     "mixtral-8b": (2048, 7168, 16, 16, 4, 8),
     "mixtral": (4096, 14336, 32, 32, 8, 8),
@@ -56,6 +69,7 @@ arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--sample", action="store_true", help="draw tokens, as the greedy ones of random weights repeat")
 arguments.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="of keys and values")
 arguments.add_argument("--host-mem", default=None, help="of gemini; left out: the weights and 2 GiB")
+arguments.add_argument("--folder", default=None, help="of the weights, written if it is not there")
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "torch"], help="of gemini")
@@ -66,8 +80,8 @@ arguments.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
 options = arguments.parse_args()
 
 
-def make(torch, transformers):
-    """The model, on the CPU."""
+def meta_model(torch, transformers):
+    """The model without weights."""
     width, inner, blocks, heads, key_heads, experts = SIZES[options.size]
     more = {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
     kind, of = ("MixtralConfig", "MixtralForCausalLM") if experts else ("LlamaConfig", "LlamaForCausalLM")
@@ -86,20 +100,88 @@ def make(torch, transformers):
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = getattr(transformers, of)(config)
-    if experts:
-        model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
     torch.set_default_dtype(torch.float32)
-    model.to_empty(device="cpu").requires_grad_(False).eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # has a buffer that is computed
-    tile = torch.empty(TILE).normal_(0, 0.02, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for number, param in enumerate(model.parameters()):
-        if param.dim() == 1:
-            param.fill_(1)
-            continue
-        flat, rolled = param.view(-1), tile.roll(number * 7919)
-        for first in range(0, flat.numel(), TILE):
-            flat[first : first + TILE].copy_(rolled[: flat.numel() - first])
     return model
+
+
+def weights_tile(torch):
+    """Random numbers that all weights repeat."""
+    return torch.empty(TILE).normal_(0, 0.02, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def fill(tile, number, param):
+    """Gives the parameter of this number, in the order of the model, its values."""
+    if param.dim() == 1:
+        param.fill_(1)
+        return
+    flat, rolled = param.view(-1), tile.roll(number * 7919)
+    for first in range(0, flat.numel(), TILE):
+        flat[first : first + TILE].copy_(rolled[: flat.numel() - first])
+
+
+def make(torch, transformers):
+    """The model, on the CPU."""
+    model = meta_model(torch, transformers)
+    if SIZES[options.size][-1]:
+        model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
+    model.to_empty(device="cpu").requires_grad_(False).eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # has a buffer that is computed
+    tile = weights_tile(torch)
+    for number, param in enumerate(model.parameters()):
+        fill(tile, number, param)
+    return model
+
+
+def write_folder(folder):
+    """Writes the weights and the config, in the memory of one block; says so at the end by the index."""
+    import safetensors.torch
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tile, files = meta_model(torch, transformers), weights_tile(torch), {}
+    for number, (name, param) in enumerate(model.named_parameters()):
+        parts = name.split(".")
+        block = parts[2] if parts[1] == "layers" else "rest"
+        files.setdefault(f"model-{block}.safetensors", []).append((number, name, param.shape))
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(folder)
+    for file, params in files.items():
+        tensors = {}
+        for number, name, shape in params:
+            tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
+            fill(tile, number, tensors[name])
+        safetensors.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, params in files.items() for _, name, _ in params}}
+    written = folder / "model.safetensors.index.json.new"
+    written.write_text(json.dumps(index))
+    written.rename(folder / "model.safetensors.index.json")
+
+
+def drop_cached(folder):
+    """Has the system forget what it holds of the folder's files, which are on the disk."""
+    for file in folder.iterdir():
+        with open(file, "rb") as one:
+            os.fdatasync(one.fileno())
+            os.posix_fadvise(one.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_folder(folder):
+    """Seconds in which eight threads read all files, and the bytes."""
+    piece = 1 << 24
+
+    def read(job):
+        file, offset = job
+        with open(file, "rb", buffering=0) as one:
+            return len(os.pread(one.fileno(), piece, offset))
+
+    drop_cached(folder)
+    jobs = [(file, at) for file in sorted(folder.iterdir()) for at in range(0, file.stat().st_size, piece)]
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        count = sum(threads.map(read, jobs))
+    return time.perf_counter() - begin, count
 
 
 def link_rate(torch, device):
@@ -128,21 +210,29 @@ def main():
     limit, gm = libgemini.parse_bytes(options.device_mem), None
     few = min(options.tokens, options.peer_tokens)
     tokens = few if options.system == "accelerate" else options.tokens
-    begin = time.perf_counter()
-    model = make(torch, transformers)
+    folder, reading = options.folder and pathlib.Path(options.folder), None
+    model = meta_model(torch, transformers)
     weights = sum(param.nbytes for param in model.parameters())
     needed = weights - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
     needed -= sum(param.nbytes for name, param in model.named_parameters() if "experts" in name) * 3 // 4
+    rate = link_rate(torch, device)
+    if cuda:
+        torch.cuda.empty_cache()
+    if folder:
+        reading, in_files = read_folder(folder)
+        drop_cached(folder)
+    begin = time.perf_counter()
+    if not folder:
+        model = make(torch, transformers)
+    elif options.system != "gemini":
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     made = time.perf_counter()
     if options.system == "gpu":
-        rate = link_rate(torch, device)
         model.to(device)
     elif options.system == "accelerate":
         import accelerate
 
-        rate = link_rate(torch, device)
         if cuda:
-            torch.cuda.empty_cache()
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
             room = max(limit - libgemini.parse_bytes(options.reserve), 0)
@@ -155,9 +245,6 @@ def main():
     else:
         import libgemini.torch as gm
 
-        rate = link_rate(torch, device)
-        if cuda:
-            torch.cuda.empty_cache()
         gm.init(
             device_memory=limit,
             host_memory=options.host_mem or weights + (2 << 30),
@@ -165,7 +252,7 @@ def main():
             allocator=options.allocator if cuda else None,
             chunk_size=options.chunk_size,
         )
-        model = gm.infer(model)
+        model = gm.infer(folder or model)
     ready = time.perf_counter()
     print(f"made in {made - begin:.1f} s, moved in {ready - made:.1f} s", file=sys.stderr)
 
@@ -193,7 +280,7 @@ def main():
                 gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
         times.clear()
         departed.clear()
-        begin = time.perf_counter()
+        text_begin = time.perf_counter()
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -206,7 +293,8 @@ def main():
         seconds = [after - before for before, after in zip(times, times[1:])]
         texts.append(
             {
-                "first": times[0] - begin,
+                "first": times[0] - text_begin,
+                "done": times[0],
                 "seconds": seconds,
                 "departures": departed[-1] - departed[min(1, len(departed) - 1)] if gm else 0,
             }
@@ -216,7 +304,10 @@ def main():
     # The arenas' tensors are no memory of torch's, but Accelerate's are.
     taken = torch.cuda.max_memory_allocated() if gm and cuda else 0
     missing = max(needed - max(limit - taken, 0), 0) if options.system != "gpu" else 0
-    bound = missing / rate
+    from_files = 0.0
+    if folder and gm and options.host_mem:
+        from_files = max(missing - libgemini.parse_bytes(options.host_mem), 0) * reading / in_files
+    bound = max(missing / rate, from_files)
     row = {
         "bench": "generate_torch",
         "case": f"{options.system} {options.size}"
@@ -241,6 +332,9 @@ def main():
         "first_tokens_hash": f"{zlib.crc32(out[:, : options.prompt + few].cpu().numpy().tobytes()):08x}",
         "seconds": [round(one, 5) for one in second["seconds"]],
     }
+    if folder:
+        start = row["start_seconds"] = first["done"] - begin
+        row.update(reading_seconds=reading, times_reading=start / reading, files_seconds=from_files)
     if bound:
         row.update(against="bound", ratio=bound / value)
     if gm:
@@ -277,7 +371,10 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if options.one:
-        main()
+        if options.system == "write":
+            write_folder(pathlib.Path(options.folder))
+        else:
+            main()
         sys.exit(0)
     systems = options.system.replace("torch", "gpu").split(",")
     if options.size not in SIZES or not set(systems) <= set(SYSTEMS):
@@ -294,6 +391,11 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         sys.exit(2)
+    if options.folder and SIZES[options.size][-1]:
+        print("generate_torch: --folder: mixtures of experts are not read from there", file=sys.stderr)
+        sys.exit(2)
+    if options.folder and not pathlib.Path(options.folder, "model.safetensors.index.json").exists():
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", "--system", "write"], check=True)
     failed, rows = False, {}
     for limit in options.device_mem.split(","):
         for system in systems:
