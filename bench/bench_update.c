@@ -20,10 +20,13 @@ enum { GRAD, MOMENTUM, VARIANCE, MASTER, PARAM }; /* in the order in which they 
 
 static const char *const dtype_names[] = { "f32", "bf16", "f16", NULL };
 static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_F16 };
+static const char *const state_names[] = { "fp32", "bf16", "8bit", NULL };
+static const uint32_t state_dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BLOCK8 };
+static const uint64_t state_widths[] = { 4, 2, 1 };
 static const char *const isa_names[] = { "best", "plain", "avx2", "avx512", NULL };
 
 static uint64_t thread_count, elements = UINT64_C(32) << 20, passes = 11;
-static uint32_t dtype = 1, isa;
+static uint32_t dtype = 1, states, isa;
 static bool own_param;
 static pthread_barrier_t barrier;
 
@@ -35,7 +38,10 @@ typedef struct worker {
 } worker_t;
 
 static uint64_t width(void) { return dtypes[dtype] == GEMINI_DTYPE_F32 ? 4 : 2; }
-static uint64_t array_bytes(int array) { return elements * (array == GRAD || array == PARAM ? width() : 4); }
+static uint64_t width_of(int array) {
+  return array == GRAD || array == PARAM ? width() : array == MASTER ? 4 : state_widths[states];
+}
+static uint64_t array_bytes(int array) { return elements * width_of(array); }
 
 /* --- the plain pass --- */
 
@@ -48,9 +54,11 @@ static inline __attribute__((always_inline)) void touch(void *dst, const void *s
     *(block_t *)((char *)dst + at) = *(const block_t *)((const char *)src + at) ^ *change;
 }
 static inline __attribute__((always_inline)) void pass_over(char *const *a, uint64_t half) {
+  const uint64_t widths[ARRAYS] = { [MOMENTUM] = width_of(MOMENTUM), width_of(VARIANCE), width_of(MASTER) };
   const block_t change = { nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing };
   for (uint64_t i = 0; i < elements; i += 64) {
-    for (int array = MOMENTUM; array <= MASTER; array++) touch(a[array] + i * 4, a[array] + i * 4, 64 * 4, &change);
+    for (int array = MOMENTUM; array <= MASTER; array++)
+      touch(a[array] + i * widths[array], a[array] + i * widths[array], 64 * widths[array], &change);
     touch(a[PARAM] + i * half, a[GRAD] + i * half, 64 * half, &change);
   }
 }
@@ -80,7 +88,7 @@ static bool open_arrays(worker_t *w) {
   }
   for (uint64_t i = 0; i < elements; i++) {
     ((float *)w->arrays[MASTER])[i] = (float)(i % 1000) * 1e-3f;
-    ((float *)w->arrays[VARIANCE])[i] = 1e-4f;
+    if (!states) ((float *)w->arrays[VARIANCE])[i] = 1e-4f; /* narrow ones begin with 0 */
     if (width() == 2)
       ((uint16_t *)w->arrays[GRAD])[i] = (uint16_t)(0x2c00 + i % 1024); /* small values in BF16 and in F16 */
     else ((float *)w->arrays[GRAD])[i] = (float)(i % 1000) * 1e-5f;
@@ -91,6 +99,7 @@ static bool open_arrays(worker_t *w) {
 static void run_update(worker_t *w, uint64_t step) {
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   adamw.param_dtype = adamw.grad_dtype = dtypes[dtype];
+  adamw.momentum_dtype = adamw.variance_dtype = state_dtypes[states];
   adamw.step = step;
   void *a[ARRAYS];
   memcpy(a, w->arrays, sizeof a);
@@ -140,9 +149,10 @@ static double median(double *values) {
 int main(int argc, char **argv) {
   const cli_option_t options[] = {
     { "threads", CLI_U64, &thread_count, "threads, each on arrays of its own; 0: all cores", 0, THREADS_MAX, NULL },
-    { "elements", CLI_U64, &elements, "parameters of a thread, rounded up to 64", 64, UINT64_C(1) << 36, NULL },
+    { "elements", CLI_U64, &elements, "parameters of a thread, rounded up to 256", 256, UINT64_C(1) << 36, NULL },
     { "passes", CLI_U64, &passes, "passes of each kind, of which the median counts", 1, PASSES_MAX, NULL },
     { "dtype", CLI_CHOICE, &dtype, "of gradients and parameters", 0, 0, dtype_names },
+    { "states", CLI_CHOICE, &states, "how momentum and variance are kept", 0, 0, state_names },
     { "own-param", CLI_FLAG, &own_param, "parameters do not lie in their gradients' bytes", 0, 0, NULL },
     { "isa", CLI_CHOICE, &isa, "instructions of the update", 0, 0, isa_names },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
@@ -150,7 +160,7 @@ int main(int argc, char **argv) {
   int status = cli_parse(PROGRAM, "fused AdamW against a plain pass over the same bytes", options, argc, argv);
   if (status >= 0) return status;
   if (!thread_count) thread_count = (uint64_t)sysconf(_SC_NPROCESSORS_ONLN);
-  elements = (elements + 63) / 64 * 64;
+  elements = (elements + 255) / 256 * 256;
   if (isa && gemini_update_force_isa(isa_names[isa])) {
     cli_error(PROGRAM, "this machine has no %s", isa_names[isa]);
     return CLI_EXIT_FAILURE;
@@ -180,7 +190,7 @@ int main(int argc, char **argv) {
     ratios[pass] = plains[pass] / updates[pass];
   }
   const double params = (double)(elements * thread_count), update_s = median(updates), plain_s = median(plains);
-  const uint64_t bytes = 2 * (12 + width());
+  const uint64_t bytes = 2 * (width_of(MASTER) + width_of(MOMENTUM) + width_of(VARIANCE) + width());
   row_t row;
   row_begin(&row, PROGRAM, dtype_names[dtype]);
   row_value(&row, update_s / params, "s/parameter");
@@ -190,6 +200,7 @@ int main(int argc, char **argv) {
   row_u64(&row, "bytes_per_parameter", bytes);
   row_u64(&row, "threads", thread_count);
   row_u64(&row, "parameters", elements * thread_count);
+  row_text(&row, "states", state_names[states]);
   row_text(&row, "isa", gemini_update_isa());
   row_text(&row, "param", own_param ? "of its own" : "in the gradient's bytes");
   for (uint64_t t = 0; t < thread_count; t++) {

@@ -15,6 +15,7 @@ typedef struct sums {
 
 static inline __m256 vec_all(float x) { return _mm256_set1_ps(x); }
 static inline __m256 vec_root(__m256 v) { return _mm256_sqrt_ps(v); }
+static inline __m256 vec_least(__m256 v, __m256 w) { return _mm256_min_ps(v, w); }
 static inline __m256 vec_load(const float *src) { return _mm256_loadu_ps(src); }
 static inline void vec_store(float *dst, __m256 v) { _mm256_storeu_ps(dst, v); }
 

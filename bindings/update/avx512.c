@@ -16,6 +16,7 @@ typedef struct sums {
 
 static inline __m512 vec_all(float x) { return _mm512_set1_ps(x); }
 static inline __m512 vec_root(__m512 v) { return _mm512_sqrt_ps(v); }
+static inline __m512 vec_least(__m512 v, __m512 w) { return _mm512_min_ps(v, w); }
 static inline __m512 vec_load(const float *src) { return _mm512_loadu_ps(src); }
 static inline void vec_store(float *dst, __m512 v) { _mm512_storeu_ps(dst, v); }
 

@@ -29,7 +29,8 @@ enum {
 /** A type of states, in the rule's momentum_dtype and variance_dtype alone: 8-bit codes in blocks of 256 elements, each
  *  with a scale of its own (Dettmers, Lewis, Shleifer & Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, ICLR
  *  2022, section 2). An element takes a byte; the scale, rounded up to bf16, is in the lowest bits of a block's first
- *  16 codes (docs/update.md). Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
+ *  16 codes (docs/update.md). Momenta become the nearest code, variances one of the two around them, stochastically, so
+ *  that they are right on average; no variance above 0 becomes 0. Bytes of zeros are zeros. Blocks begin at multiples of 256 elements, and updates have whole
  *  blocks only. */
 #define GEMINI_DTYPE_BLOCK8 16u
 
@@ -50,7 +51,7 @@ typedef struct gemini_adamw {
   uint32_t momentum_dtype; /* GEMINI_DTYPE_F32; _BF16: half the bytes, each new value rounded stochastically, up or
                               down with the probabilities that make it right on average; or _BLOCK8: a fourth */
   uint32_t variance_dtype; /* likewise */
-  uint64_t seed;           /* of that rounding: it depends on seed, step, and an element's number, modulo 2^32 */
+  uint64_t seed;           /* of stochastic rounding: it depends on seed, step, and an element's number, modulo 2^32 */
   uint64_t first_element;  /* number of the arrays' first element there. Updates of arenas count elements in the arena,
                               and add this */
 } gemini_adamw_t;

@@ -4,6 +4,7 @@
  *   KERNEL(update)              the name of an update's function
  *   WIDTH, vec_t                elements in a vector, and the vector type, which has + - * /
  *   vec_all(x), vec_root(v)     a vector with x in all elements; the square roots
+ *   vec_least(v, w)             the smaller of each two; neither is NaN
  *   vec_load, vec_load_bf16, vec_load_f16 (src), vec_store and so on (dst, v): WIDTH elements at any address
  *   vec_stream, vec_stream_bf16, vec_stream_f16 (dst, v): the same past the caches, at a multiple of their size; only
  *                               with KERNEL_BESIDE, and stream_end()
@@ -187,8 +188,16 @@ static inline float block_scale(const uint8_t *codes) {
   memcpy(&scale, &bits, sizeof scale);
   return scale;
 }
-/* The scale that a block gets, from the bits of its largest magnitude: that, rounded up to bf16. */
-static inline float scale_of_most(uint32_t most) {
+/* The scale that a block gets, from the bits of its largest magnitude (of variances that of coarse codes counts as more,
+ * see keep()): that, or what makes it the highest code, rounded up to bf16. */
+static inline float scale_of_most(uint32_t most, uint32_t top) {
+  if (top == 7) {
+    float above;
+    memcpy(&above, &most, sizeof above);
+    above *= GMI_ABOVE_VARIANCES;
+    memcpy(&most, &above, sizeof most);
+    most &= 0x7fffffff;
+  }
   const uint32_t bits = most > GMI_MOST ? 0x7fc00000 : (most + 0xffff) & 0xffff0000;
   float scale;
   memcpy(&scale, &bits, sizeof scale);
@@ -209,41 +218,49 @@ static inline __attribute__((always_inline)) vec_t decode(bits_t code, float sca
   vec_t value = (vec_all(0.1f) + vec_all(0.9f) * (fraction + middle)) * vec_pick(powers[top - 6], picked);
   bits_t result = bits_of_vec(value);
   result = result & ~bits_less(vec_of_number(magnitude), vec_all(0.5f)); /* 0 */
-  if (!coarse) {                                                         /* the code of 1 */
-    const vec_t apart = vec_of_number(code ^ bits_all(top == 6 ? 0x80 : 1));
-    result = bits_pick(bits_less(apart, vec_all(0.5f)), ones, result);
-  }
-  value = vec_of_bits(result) * vec_all(scale);
-  if (top == 7) return value;
+  if (top == 7) return vec_of_bits(result) * vec_all(scale);
   const bits_t one = bits_less(vec_of_number(code ^ bits_all(0x80)), vec_all(0.5f)); /* has the sign's bit alone */
+  if (!coarse) result = bits_pick(one, ones, result);
+  value = vec_of_bits(result) * vec_all(scale);
   return vec_of_bits(bits_of_vec(value) ^ (((code & bits_all(0x80)) << 24) & ~one));
 }
-static inline __attribute__((always_inline)) bits_t encode(vec_t value, float scale, uint32_t top, bool coarse) {
-  static const float edges[2][6] = { GMI_EDGES_OF_CODES };
-  static const float ones[2] = { GMI_ONES_OF_CODES }, powers[8] = { GMI_POWERS };
+static inline __attribute__((always_inline)) bits_t encode_momentum(vec_t value, float scale, bool coarse) {
+  static const float edges[6] = { GMI_EDGES_OF_MOMENTA }, powers[8] = { GMI_POWERS };
   const bits_t sign = (bits_of_vec(value) >> 31) << 7;
-  const vec_t magnitude = vec_of_bits(bits_of_vec(value) & bits_all(0x7fffffff)), x = magnitude / vec_all(scale);
+  const vec_t x = vec_of_bits(bits_of_vec(value) & bits_all(0x7fffffff)) / vec_all(scale);
   bits_t decade = bits_all(0);
-  for (int i = 0; i < 6; i++) decade = decade - bits_less(x, vec_all(edges[top - 6][i]));
-  const bits_t exponent = bits_all(top) - decade;
-  const vec_t count = vec_of_bits((exponent + bits_all(127)) << 23); /* of codes in the decade */
+  for (int i = 0; i < 6; i++) decade = decade - bits_less(x, vec_all(edges[i]));
+  const vec_t count = vec_of_bits((bits_all(127 + 6) - decade) << 23); /* of codes in the decade */
   const vec_t fraction = (x * vec_pick(powers, decade) - vec_all(0.1f)) * vec_all(GMI_WIDENED);
   const bits_t least = bits_of_number(count), most = least - bits_all(1);
   const vec_t place = fraction * count;
-  bits_t index = bits_of_number(place);
-  index = bits_pick(bits_less(place, count), index, most);
-  bits_t code = least + index;
-  /* A variance is 0 only if it was: x does not tell, as a quotient may underflow. Below the lowest code, place is
-   * between -1 and 0, so index is 0 and code is the lowest. */
-  const bits_t zero =
-      top == 7 ? bits_less(magnitude, vec_of_bits(bits_all(1))) : bits_less(x, vec_all(GMI_ZERO_OF_MOMENTA));
+  bits_t code = least + bits_pick(bits_less(place, count), bits_of_number(place), most);
   if (coarse) code = code & bits_all(0xfe);
-  code = code & ~zero;
-  if (top == 6) code = code | (sign & ~bits_less(vec_of_number(code), vec_all(0.5f)));
+  code = code & ~bits_less(x, vec_all(GMI_ZERO_OF_MOMENTA));
+  code = code | (sign & ~bits_less(vec_of_number(code), vec_all(0.5f)));
   if (coarse) return code;
-  const bits_t below = bits_less(x, vec_all(ones[top - 6]));
-  if (top == 7) return bits_pick(below, code, bits_all(1));
+  const bits_t below = bits_less(x, vec_all(GMI_ONE_OF_MOMENTA));
   return bits_pick(below | (bits_all(0) - (sign >> 7)), code, bits_all(0x80));
+}
+/* random: below 2^16. The code as a number with 16 bits behind the point, rounded; adding random bits to these carries
+ * into the code as often as it should. */
+static inline __attribute__((always_inline)) bits_t encode_variance(vec_t value, float scale, bits_t random,
+                                                                    bool coarse) {
+  static const float lowest[2][6] = { GMI_LOWEST_OF_VARIANCES }, powers[8] = { GMI_POWERS };
+  const vec_t x = value / vec_all(scale);
+  bits_t decade = bits_all(0);
+  for (int i = 0; i < 6; i++) decade = decade - bits_less(x, vec_all(lowest[coarse][i]));
+  const vec_t count = vec_of_bits((bits_all(coarse ? 127 + 6 : 127 + 7) - decade) << 23); /* of codes in the decade */
+  const vec_t fraction = (x * vec_pick(powers, decade) - vec_all(0.1f)) * vec_all(GMI_WIDENED);
+  vec_t place = fraction * count + (count - vec_all(0.5f));
+  /* Behind the decade's highest code, which is 2 count - 1, a step is three times as long. */
+  place = vec_least(place, (place + (vec_all(4.0f) * count - vec_all(2.0f))) * vec_all(1.0f / 3));
+  place = vec_least(place, vec_all(coarse ? 127.0f : 255.0f));
+  bits_t code = (bits_of_number(place * vec_all(65536.0f) + vec_all(0.5f)) + random) >> 16;
+  code = bits_max(code, bits_all(coarse ? 1 : 2));
+  if (coarse) code = code << 1;
+  /* A variance is 0 only if it was: x does not tell, as a quotient may underflow. */
+  return code & ~bits_less(value, vec_of_bits(bits_all(1)));
 }
 
 /* New values of a block's momentum or variance, until the largest of them is known. */
@@ -256,24 +273,32 @@ static inline __attribute__((always_inline)) vec_t load_coded(const void *base, 
   if (dtype != GEMINI_DTYPE_BLOCK8) return load_any(base, i, dtype);
   return decode(bits_load8((const uint8_t *)base + i), scale, top, coarse);
 }
-static inline __attribute__((always_inline)) void keep(block_t *block, uint64_t i, vec_t v) {
+/* weight: what the largest counts for, GMI_ABOVE_COARSE of coarse variances and 1 of others. */
+static inline __attribute__((always_inline)) void keep(block_t *block, uint64_t i, vec_t v, float weight) {
   vec_store(block->values + i, v);
-  block->most = bits_max(block->most, bits_of_vec(v) & bits_all(0x7fffffff));
+  block->most = bits_max(block->most, bits_of_vec(v * vec_all(weight)) & bits_all(0x7fffffff));
 }
-static inline __attribute__((always_inline)) void store_block(uint8_t *codes, const block_t *block, uint32_t top) {
+/* Codes of WIDTH elements, of which i is the first one's. */
+static inline __attribute__((always_inline)) void store_codes(const gmi_adamw_t *k, uint8_t *codes, uint64_t i,
+                                                              vec_t value, float scale, uint32_t top, bool coarse) {
+  bits_store8(codes, top == 6 ? encode_momentum(value, scale, coarse)
+                              : encode_variance(value, scale, random_bits(k, i) >> 16, coarse));
+}
+static inline __attribute__((always_inline)) void store_block(const gmi_adamw_t *k, uint8_t *codes, uint64_t first,
+                                                              const block_t *block, uint32_t top) {
   uint32_t lanes[WIDTH], most = 0;
   memcpy(lanes, &block->most, sizeof lanes);
   for (uint32_t i = 0; i < WIDTH; i++) most = lanes[i] > most ? lanes[i] : most;
-  const float scale = scale_of_most(most);
+  const float scale = scale_of_most(most, top);
   uint32_t bits;
   memcpy(&bits, &scale, sizeof bits);
   if (!bits || scale != scale) { /* there is nothing to be divided by */
     memset(codes, 0, GMI_BLOCK);
   } else {
     for (uint32_t i = 0; i < GMI_SCALE_BITS; i += WIDTH)
-      bits_store8(codes + i, encode(vec_load(block->values + i), scale, top, true));
+      store_codes(k, codes + i, first + i, vec_load(block->values + i), scale, top, true);
     for (uint32_t i = GMI_SCALE_BITS; i < GMI_BLOCK; i += WIDTH)
-      bits_store8(codes + i, encode(vec_load(block->values + i), scale, top, false));
+      store_codes(k, codes + i, first + i, vec_load(block->values + i), scale, top, false);
   }
   for (uint32_t i = 0; i < GMI_SCALE_BITS; i++) codes[i] = (uint8_t)(codes[i] | (bits >> (16 + i) & 1));
 }
@@ -295,17 +320,16 @@ void KERNEL(blocks)(const void *update, const gmi_arrays_t *a, uint64_t first, u
       for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
         const uint64_t i = begin + done + lane;
         const bool coarse = done == 0;
-        const bits_t random = random_bits(&k, i);
         vec_t g = load_any(at.grad, i, k.grad_dtype);
         vec_t p = k.split ? load_split(at.param, at.master, i) : vec_load((const float *)at.master + i);
         vec_t m = load_coded(at.momentum, i, k.momentum_dtype, m_scale, 6, coarse);
         vec_t v = load_coded(at.variance, i, k.variance_dtype, v_scale, 7, coarse);
         sums_add(&sums, lane, g);
         adamw_compute(&k, g, &p, &m, &v);
-        if (coded_m) keep(&new_m, done + lane, m);
-        else store_state(at.momentum, i, k.momentum_dtype, m, random & bits_all(0xffff));
-        if (coded_v) keep(&new_v, done + lane, v);
-        else store_state(at.variance, i, k.variance_dtype, v, random >> 16);
+        if (coded_m) keep(&new_m, done + lane, m, 1.0f);
+        else store_state(at.momentum, i, k.momentum_dtype, m, random_bits(&k, i) & bits_all(0xffff));
+        if (coded_v) keep(&new_v, done + lane, v, coarse ? GMI_ABOVE_COARSE : 1.0f);
+        else store_state(at.variance, i, k.variance_dtype, v, random_bits(&k, i) >> 16);
         if (k.split) {
           store_split(at.param, at.master, i, p);
         } else {
@@ -314,8 +338,8 @@ void KERNEL(blocks)(const void *update, const gmi_arrays_t *a, uint64_t first, u
         }
       }
     }
-    if (coded_m) store_block(m_codes, &new_m, 6);
-    if (coded_v) store_block(v_codes, &new_v, 7);
+    if (coded_m) store_block(&k, m_codes, begin, &new_m, 6);
+    if (coded_v) store_block(&k, v_codes, begin, &new_v, 7);
   }
   sums_store(lanes, &sums);
 }

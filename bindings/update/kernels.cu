@@ -247,8 +247,8 @@ __device__ __forceinline__ void update(const update_t &k, const gmi_arrays_t &a,
 
 /* Codes of blocks, as kernel.h computes them. */
 __constant__ const float powers_of_codes[2][8] = { GMI_POWERS_OF_CODES }, powers[8] = { GMI_POWERS };
-__constant__ const float edges_of_codes[2][6] = { GMI_EDGES_OF_CODES };
-__constant__ const float ones_of_codes[2] = { GMI_ONES_OF_CODES };
+__constant__ const float edges_of_momenta[6] = { GMI_EDGES_OF_MOMENTA };
+__constant__ const float lowest_of_variances[2][6] = { GMI_LOWEST_OF_VARIANCES };
 
 __device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top, bool coarse) {
   if (coarse) code &= 0xfe;
@@ -258,30 +258,43 @@ __device__ __forceinline__ float decode(uint32_t code, float scale, uint32_t top
   const float middle = __uint_as_float(((coarse ? 254 : 253) - exponent) << 23);
   float value = __fmul_rn(__fadd_rn(0.1f, __fmul_rn(0.9f, __fadd_rn(fraction, middle))),
                           powers_of_codes[top - 6][(exponent - 127) & 7]);
-  const bool one = !coarse && code == (top == 6 ? 0x80 : 1);
+  const bool one = top == 6 && !coarse && code == 0x80;
   if (magnitude == 0) value = 0.0f;
   if (one) value = 1.0f;
   value = __fmul_rn(value, scale);
   return top == 6 && !one && code & 0x80 ? __uint_as_float(__float_as_uint(value) ^ 0x80000000) : value;
 }
-__device__ __forceinline__ uint32_t encode(float value, float scale, uint32_t top, bool coarse) {
+__device__ __forceinline__ uint32_t encode_momentum(float value, float scale, bool coarse) {
   const uint32_t sign = __float_as_uint(value) >> 31;
-  const uint32_t magnitude = __float_as_uint(value) & 0x7fffffff;
-  const float x = __fdiv_rn(__uint_as_float(magnitude), scale);
+  const float x = __fdiv_rn(__uint_as_float(__float_as_uint(value) & 0x7fffffff), scale);
   uint32_t decade = 0;
 #pragma unroll
-  for (uint32_t i = 0; i < 6; i++) decade += x < edges_of_codes[top - 6][i];
-  const uint32_t count = 1u << (top - decade);
+  for (uint32_t i = 0; i < 6; i++) decade += x < edges_of_momenta[i];
+  const uint32_t count = 1u << (6 - decade);
   const float fraction = __fmul_rn(__fsub_rn(__fmul_rn(x, powers[decade]), 0.1f), GMI_WIDENED);
   const float place = __fmul_rn(fraction, __uint2float_rn(count));
   const uint32_t index = place < __uint2float_rn(count) ? (uint32_t)__float2int_rz(place) : count - 1;
   uint32_t code = count + index;
   if (coarse) code &= 0xfe;
-  /* A variance is 0 only if it was. Below the lowest code index is 0, rounded from between -1 and 0. */
-  if (top == 7 ? magnitude == 0 : x < GMI_ZERO_OF_MOMENTA) code = 0;
-  if (top == 6 && code) code |= sign << 7;
-  if (coarse || x < ones_of_codes[top - 6]) return code;
-  return top == 7 ? 1 : sign ? code : 0x80;
+  if (x < GMI_ZERO_OF_MOMENTA) code = 0;
+  if (code) code |= sign << 7;
+  return coarse || sign || x < GMI_ONE_OF_MOMENTA ? code : 0x80;
+}
+__device__ __forceinline__ float least(float v, float w) { return v < w ? v : w; }
+__device__ __forceinline__ uint32_t encode_variance(float value, float scale, uint32_t random, bool coarse) {
+  const float x = __fdiv_rn(value, scale);
+  uint32_t decade = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < 6; i++) decade += x < lowest_of_variances[coarse][i];
+  const float count = __uint2float_rn(1u << ((coarse ? 6 : 7) - decade));
+  const float fraction = __fmul_rn(__fsub_rn(__fmul_rn(x, powers[decade]), 0.1f), GMI_WIDENED);
+  float place = __fadd_rn(__fmul_rn(fraction, count), __fsub_rn(count, 0.5f));
+  place = least(place, __fmul_rn(__fadd_rn(place, __fsub_rn(__fmul_rn(4.0f, count), 2.0f)), 1.0f / 3));
+  place = least(place, coarse ? 127.0f : 255.0f);
+  uint32_t code = ((uint32_t)__float2int_rz(__fadd_rn(__fmul_rn(place, 65536.0f), 0.5f)) + random) >> 16;
+  if (code < (coarse ? 1 : 2)) code = coarse ? 1 : 2;
+  if (coarse) code <<= 1;
+  return value == 0 ? 0 : code;
 }
 /* The scale of a block, from the codes that its threads have; all of them call this. */
 __device__ __forceinline__ float scale_of_codes(uint32_t code, uint32_t *shared) {
@@ -293,8 +306,10 @@ __device__ __forceinline__ float scale_of_codes(uint32_t code, uint32_t *shared)
   return scale;
 }
 /* The code that a value gets in its block, with the bit of the new scale; all threads of the block call this. */
-__device__ __forceinline__ uint32_t code_in_block(float value, uint32_t top, uint32_t *shared) {
-  uint32_t most = __float_as_uint(value) & 0x7fffffff;
+__device__ __forceinline__ uint32_t code_in_block(float value, uint32_t random, uint32_t top, uint32_t *shared) {
+  const bool coarse = threadIdx.x < GMI_SCALE_BITS;
+  const float weighed = top == 7 && coarse ? __fmul_rn(value, GMI_ABOVE_COARSE) : value;
+  uint32_t most = __float_as_uint(weighed) & 0x7fffffff;
 #pragma unroll
   for (uint32_t i = 16; i; i /= 2) {
     const uint32_t other = __shfl_xor_sync(0xffffffff, most, i);
@@ -306,10 +321,12 @@ __device__ __forceinline__ uint32_t code_in_block(float value, uint32_t top, uin
   __syncthreads();
   most = *shared;
   __syncthreads();
-  const bool coarse = threadIdx.x < GMI_SCALE_BITS;
+  if (top == 7) most = __float_as_uint(__fmul_rn(__uint_as_float(most), GMI_ABOVE_VARIANCES)) & 0x7fffffff;
   const uint32_t bits = most > GMI_MOST ? 0x7fc00000 : (most + 0xffff) & 0xffff0000;
   uint32_t code = 0;
-  if (bits && most <= GMI_MOST) code = encode(value, __uint_as_float(bits), top, coarse);
+  if (bits && most <= GMI_MOST)
+    code = top == 6 ? encode_momentum(value, __uint_as_float(bits), coarse)
+                    : encode_variance(value, __uint_as_float(bits), random, coarse);
   return coarse ? code | (bits >> (16 + threadIdx.x) & 1) : code;
 }
 __device__ __forceinline__ float load_coded(const void *base, uint64_t i, uint32_t dtype, uint32_t top,
@@ -321,7 +338,7 @@ __device__ __forceinline__ float load_coded(const void *base, uint64_t i, uint32
 __device__ __forceinline__ void store_coded(void *base, uint64_t i, uint32_t dtype, float value, uint32_t random,
                                             uint32_t top, uint32_t *shared) {
   if (dtype == GEMINI_DTYPE_BLOCK8) {
-    ((uint8_t *)base)[i] = (uint8_t)code_in_block(value, top, shared);
+    ((uint8_t *)base)[i] = (uint8_t)code_in_block(value, random, top, shared);
   } else {
     store_state1(base, i, dtype, value, random);
   }

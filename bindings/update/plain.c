@@ -31,6 +31,7 @@ static float float_of(uint32_t bits) {
 
 static float vec_all(float x) { return x; }
 static float vec_root(float x) { return sqrtf(x); }
+static float vec_least(float v, float w) { return v < w ? v : w; }
 static float vec_load(const float *src) { return *src; }
 static void vec_store(float *dst, float v) { *dst = v; }
 

@@ -40,12 +40,16 @@ static inline uint32_t gmi_has_blocks(const gmi_adamw_t *k) {
 
 /* A block has a scale and a code for each element. The codes are those of Dettmers' dynamic tree, as numbers: with n =
  * 2^e, codes n to 2 n - 1 are the middles of n equal parts of the decade from 10^(e - top - 1) to 10^(e - top), times
- * the scale; 0 is 0. Momenta have top 6 and a sign in the highest bit, 0x80 is 1. Variances have top 7, and 1 is 1. The
- * nearest code is found by comparing with the middles between neighbours; but of variances only 0 gets code 0, as 0
- * beside a momentum makes a step of momentum / eps: all others get 2 at least, the lowest code above 0. The first
- * GMI_SCALE_BITS codes of a block are coarse: they lack their lowest bit, which has a bit of the scale (bf16, the lowest
- * first), and stand for the middle of the two. A block with a magnitude above GMI_MOST (in bits), infinite or NaN, has a
- * NaN for a scale, and is NaN. */
+ * the scale; 0 is 0. Momenta have top 6 and a sign in the highest bit, 0x80 is 1. Variances have top 7, and 1 is
+ * nothing. The first GMI_SCALE_BITS codes of a block are coarse: they lack their lowest bit, which has a bit of the scale
+ * (bf16, the lowest first), and stand for the middle of the two: those of variances are, halved, the codes of top 6 of
+ * 64 in the highest decade, and so on. A block with a magnitude above GMI_MOST (in bits), infinite or NaN, has a NaN for
+ * a scale, and is NaN.
+ *
+ * A momentum becomes the nearest code, found by comparing with the middles between neighbours; the scale is the largest,
+ * rounded up to bf16. A variance becomes one of the two codes around it, by random bits, so that it is right on average.
+ * Therefore the scale is such that the largest is not above the highest code. But of variances only 0 gets code 0, as 0
+ * beside a momentum makes a step of momentum / eps: all others get 2 at least, the lowest code above 0. */
 #define GMI_BLOCK 256u
 #define GMI_SCALE_BITS 16u
 #define GMI_MOST 0x7f7f0000u
@@ -53,17 +57,23 @@ static inline uint32_t gmi_has_blocks(const gmi_adamw_t *k) {
 #define GMI_POWERS_OF_CODES \
   { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f, 0.0f }, { 0.0f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f }
 #define GMI_POWERS 1.0f, 1e1f, 1e2f, 1e3f, 1e4f, 1e5f, 1e6f, 1e7f
-/* Between a decade's lowest code and the highest of the one below; between 0 and the lowest, of momenta alone; the
- * highest and 1. */
-#define GMI_EDGES_OF_CODES                                                          \
-  { 1.028125e-01f, 1.05625e-02f, 1.1125e-03f, 1.225e-04f, 1.45e-05f, 1.9e-06f }, {  \
-    1.0140625e-01f, 1.028125e-02f, 1.05625e-03f, 1.1125e-04f, 1.225e-05f, 1.45e-06f \
-  }
-#define GMI_ZERO_OF_MOMENTA 2.75e-07f
-#define GMI_ONES_OF_CODES 9.964844e-01f, 9.982422e-01f
 #define GMI_WIDENED 1.1111112f /* 1 / 0.9 */
+/* Of momenta, between a decade's lowest code and the highest of the one below; between 0 and the lowest; the highest and
+ * 1. */
+#define GMI_EDGES_OF_MOMENTA 1.028125e-01f, 1.05625e-02f, 1.1125e-03f, 1.225e-04f, 1.45e-05f, 1.9e-06f
+#define GMI_ZERO_OF_MOMENTA 2.75e-07f
+#define GMI_ONE_OF_MOMENTA 9.964844e-01f
+/* Of variances, the lowest code of each decade, and of coarse ones. Up to the lowest of the next decade the code is a
+ * linear function of the value: n - 1 steps of one length and one of three times that. */
+#define GMI_LOWEST_OF_VARIANCES                                                                \
+  { 1.03515625e-01f, 1.0703125e-02f, 1.140625e-03f, 1.28125e-04f, 1.5625e-05f, 2.125e-06f }, { \
+    1.0703125e-01f, 1.140625e-02f, 1.28125e-03f, 1.5625e-04f, 2.125e-05f, 3.25e-06f            \
+  }
+/* 1 / the highest code, and that code / the highest coarse one. */
+#define GMI_ABOVE_VARIANCES 1.003528f
+#define GMI_ABOVE_COARSE 1.0035405f
 
-/* The random bits of element x, which is its number modulo 2^32 before the call: the low 16 for the momentum, the
+/* The random bits of element x, which is its number modulo 2^32 before the call: the low 16 for a momentum in bf16, the
  * others for the variance. The multipliers are those of Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/),
  * which avalanches; the second key enters between its rounds, so that no two steps have the same bits in another order.
  * For integers and vectors of integers; key0 and key1 are of x's type. */

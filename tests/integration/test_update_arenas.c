@@ -1,7 +1,11 @@
 /* Updates that leave the caller nothing to keep: data that the library copies, functions that can fail, and AdamW and SGD
  * over whole arenas in one call. SPDX-License-Identifier: Apache-2.0 */
 #include <stdatomic.h>
+#include <stdlib.h>
 
+#include "../fork.h"
+#include "../process.h"
+#include "gemini/group.h"
 #include "update/gemini_update.h"
 #include "world.h"
 
@@ -196,6 +200,88 @@ static void test_one_call_updates_arenas_with_states_in_blocks_to_the_bit(void) 
   in_blocks(GEMINI_UPDATE_LATE);
 }
 
+/* ---- 8-bit states of sharded arenas: several ranks and one process have the same bits, as random bits are those of an
+ * element's number in the whole arena */
+enum { SHARED = 5 * 16384 + 512, RANKS = 3 };
+static float shared_gradient(uint64_t i, uint64_t step) { return (float)((i * 37 + step * 101) % 1021) * 0x1p-12f; }
+static void rank_in_blocks(uint32_t rank, uint32_t ranks, const gemini_group_id_t *id) {
+  static float grad[SHARED], master[SHARED];
+  static uint8_t momentum[SHARED], variance[SHARED];
+  static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_GRAD, GEMINI_KIND_MOMENTUM, GEMINI_KIND_VARIANCE };
+  const void *const want[] = { master, NULL, momentum, variance };
+  memset(master, 0, sizeof master), memset(momentum, 0, sizeof momentum), memset(variance, 0, sizeof variance);
+  world_t w = world_open(world_config(24, 80, 0));
+  gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  group.id = id, group.rank = rank, group.ranks = ranks, group.deadline_ns = UINT64_C(60000000000);
+  gemini_group_t handle;
+  CHECK_OK(gemini_group_open(w.mgr, &group, &handle));
+  gemini_arena_t arenas[4];
+  gemini_tensor_t tensors[4];
+  for (uint32_t i = 0; i < 4; i++) {
+    gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+    c.kind = kinds[i];
+    c.element_bytes = i < 2 ? 4 : 1;
+    c.group = i ? NULL : handle, c.like = i ? arenas[0] : NULL, c.dtype = i == 1 ? GEMINI_DTYPE_F32 : 0;
+    CHECK_OK(gemini_arena_create(w.mgr, &c, &arenas[i]));
+    if (!i) tensors[0] = world_tensor(&w, arenas[0], "all", SHARED * 4);
+    else CHECK_OK(gemini_tensor_counterpart(w.mgr, tensors[0], arenas[i], &tensors[i]));
+  }
+  for (uint64_t step = 1; step <= 3; step++) {
+    CHECK_OK(gemini_iteration_begin(w.mgr));
+    CHECK_OK(gemini_op_begin(w.mgr, "backward", w.stream));
+    gemini_access_t a = world_whole(tensors[1], GEMINI_WRITE, DEVICE);
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t i = 0; i < SHARED; i++) { /* the sum over ranks is exact */
+      grad[i] = shared_gradient(i, step);
+      ((float *)a.ptr)[i] = rank ? grad[i] : grad[i] * (float)(2 - (int)ranks);
+    }
+    CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_tensor_state_set(w.mgr, tensors[1], GEMINI_STATE_READY_FOR_REDUCE));
+    CHECK_OK(gemini_op_end(w.mgr));
+    gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
+    adamw.step = step, adamw.seed = 5, adamw.grad_dtype = GEMINI_DTYPE_F32;
+    adamw.momentum_dtype = adamw.variance_dtype = GEMINI_DTYPE_BLOCK8;
+    gemini_update_arenas_t all = GEMINI_UPDATE_ARENAS_INIT;
+    all.master = arenas[0], all.grad = arenas[1], all.momentum = arenas[2], all.variance = arenas[3];
+    CHECK_OK(gemini_adamw_arenas(w.mgr, &adamw, &all));
+    CHECK_OK(gemini_iteration_end(w.mgr));
+    CHECK_OK(gemini_adamw_host(&adamw, SHARED, NULL, grad, master, momentum, variance, NULL));
+  }
+  uint64_t offset, size, bytes = 0;
+  for (uint32_t i = 0; i < 4; i++) {
+    const gemini_access_t whole = world_whole(tensors[i], GEMINI_READ, HOST);
+    for (uint64_t next = 0; want[i]; next = offset + size) {
+      CHECK_OK(gemini_slice_next(w.mgr, &whole, next, &offset, &size));
+      if (!size) break;
+      gemini_access_t a = world_part(tensors[i], offset, size, GEMINI_READ, HOST);
+      CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      CHECK(!memcmp(a.ptr, (const char *)want[i] + offset, size));
+      CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      bytes += size;
+    }
+  }
+  uint64_t sums[RANKS], sum = 0;
+  CHECK_OK(gemini_group_exchange(w.mgr, handle, &bytes, sizeof bytes, sums));
+  for (uint32_t r = 0; r < ranks; r++) sum += sums[r];
+  CHECK_EQ(sum, SHARED * 6);
+  world_close(&w);
+}
+static void test_ranks_have_the_states_in_blocks_of_one_process(void) {
+  for (uint32_t ranks = 1; ranks <= RANKS; ranks++) {
+    gemini_group_id_t id;
+    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, ranks, &id));
+    pid_t pids[RANKS];
+    for (uint32_t r = 1; r < ranks; r++) {
+      pids[r] = fork_child();
+      if (pids[r]) continue;
+      rank_in_blocks(r, ranks, &id);
+      exit(0);
+    }
+    rank_in_blocks(0, ranks, &id);
+    for (uint32_t r = 1; r < ranks; r++) fork_expect_end(pids[r]);
+  }
+}
+
 /* ---- whole arenas */
 enum { PARAM, GRAD, MASTER, MOMENTUM, VARIANCE, ARENAS };
 typedef struct {
@@ -354,12 +440,14 @@ static void test_arenas_that_do_not_fit_the_rule_are_refused(void) {
 }
 
 int main(void) {
+  process_begin();
   RUN(test_late_updates_use_copies_of_what_the_caller_has_overwritten);
   RUN(test_an_update_whose_function_fails_says_so_for_good);
   RUN(test_wrong_callbacks_and_copies_are_refused);
   RUN(test_one_call_updates_whole_arenas_to_the_bit);
   RUN(test_one_call_updates_arenas_with_narrow_states_to_the_bit);
   RUN(test_one_call_updates_arenas_with_states_in_blocks_to_the_bit);
+  RUN(test_ranks_have_the_states_in_blocks_of_one_process);
   RUN(test_arenas_that_do_not_fit_the_rule_are_refused);
   return check_done();
 }

@@ -324,7 +324,8 @@ def prepare(
         offload_activations: Every forward pass of the model runs as if within offload_activations().
         states: How AdamW and Adam keep momentum and variance: "fp32"; "bf16", which takes half the memory and rounds
             each new value stochastically; or "8bit", which takes a fourth: codes in blocks of 256 elements with a
-            scale each. Losses differ slightly from those of fp32.
+            scale each, of which variances get the one above or below stochastically. Losses differ slightly from those
+            of fp32.
         masters: How AdamW and Adam keep the fp32 copies of bfloat16 parameters: "fp32", whole; or "split16", the 16
             bits that the parameter lacks. Nothing is lost, and each parameter takes 2 bytes less, unless
             step_in_backward has its gradient in the parameter's bytes, which it then cannot. Parameters that lie

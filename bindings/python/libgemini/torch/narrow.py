@@ -63,7 +63,8 @@ _EDGES = {
     6: _f32(1.028125e-01, 1.05625e-02, 1.1125e-03, 1.225e-04, 1.45e-05, 1.9e-06),
     7: _f32(1.0140625e-01, 1.028125e-02, 1.05625e-03, 1.1125e-04, 1.225e-05, 1.45e-06),
 }
-_ZERO_OF_MOMENTA, _ONES = 2.75e-07, {6: 9.964844e-01, 7: 9.982422e-01}
+_ZERO_OF_MOMENTA, _ONE_OF_MOMENTA = 2.75e-07, 9.964844e-01
+_ABOVE_VARIANCES, _ABOVE_COARSE = 1.003528, 1.0035405
 
 
 def _codes(top: int, coarse: bool) -> torch.Tensor:
@@ -77,10 +78,12 @@ def _codes(top: int, coarse: bool) -> torch.Tensor:
     power = _f32(1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1)[exponent + 7 - top]
     value = (_f32(0.9) * (number / count - 1 + middle) + _f32(0.1)) * power
     value[magnitude == 0] = 0
-    if not coarse:
-        value[0x80 if top == 6 else 1] = 1
     if top == 6:
+        if not coarse:
+            value[0x80] = 1
         value[0x81:] *= -1
+    else:
+        value[1] = 0  # no variance has it
     return value
 
 
@@ -97,6 +100,7 @@ def decoded(codes: torch.Tensor, top: int) -> torch.Tensor:
 
 
 def _with_scale(values: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Tensor:
+    """The nearest codes with this scale. (A step rounds variances by random bits.)"""
     x = values.abs() / scale[:, None]
     of_numbers = x.isfinite()  # not in blocks of zeros, and of no numbers
     x = torch.where(of_numbers, x, 0)
@@ -111,9 +115,9 @@ def _with_scale(values: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Te
     negative = values.signbit()
     if top == 6:
         codes |= torch.where(negative & (codes > 0), 0x80, 0)
-    ones = x >= _f32(_ONES[top])
-    ones[:, :SCALE_BITS] = False
-    codes[ones & ~negative if top == 6 else ones] = 0x80 if top == 6 else 1
+        ones = (x >= _f32(_ONE_OF_MOMENTA)) & ~negative
+        ones[:, :SCALE_BITS] = False
+        codes[ones] = 0x80
     codes[:, :SCALE_BITS] |= scale.view(torch.int32)[:, None] >> 16 & _LOWEST > 0
     return codes.to(torch.uint8)
 
@@ -122,15 +126,22 @@ def encoded(values: torch.Tensor, top: int) -> torch.Tensor:
     """The codes of fp32 values, in blocks of shape (blocks, BLOCK).
 
     Values that codes stand for become these codes again: of the scales that the largest magnitude of a block may come
-    from, one gives all its values back. Other values get the scale and the codes that a step gives them.
+    from, one gives all its values back. Other values get the scale that a step gives them, and the nearest codes.
     """
-    most = values.abs().amax(1)
-    bits = most.view(torch.int32)
-    bits = torch.where((bits > 0x7F7F0000) | most.isnan(), 0x7FC00000, (bits + 0xFFFF) & ~0xFFFF).to(torch.int32)
+    magnitudes = values.abs()
+    most = above = magnitudes.amax(1)
+    if top == 7:  # the highest code is not below the largest
+        coarse = magnitudes[:, :SCALE_BITS].amax(1) * _f32(_ABOVE_COARSE)
+        above = torch.maximum(magnitudes[:, SCALE_BITS:].amax(1), coarse) * _f32(_ABOVE_VARIANCES)
+    bits = above.view(torch.int32)
+    bits = torch.where((bits > 0x7F7F0000) | above.isnan(), 0x7FC00000, (bits + 0xFFFF) & ~0xFFFF).to(torch.int32)
     codes = _with_scale(values, bits.view(torch.float32), top)
-    highest = 2 << top
+    # What the largest of a block may be, of its scale: a variance may have lost a step between codes.
+    highest = (2 << top) - 1
+    parts = [1.0, *_FINE[top][[highest, highest - 1, highest - 2]].tolist()]
+    parts += _COARSE[top][[highest, highest - 2]].tolist()
     left = torch.ones(len(values), dtype=torch.bool, device="cpu")
-    for part in (1.0, *_FINE[top][[highest - 1, highest - 2]].tolist(), float(_COARSE[top][highest - 1])):
+    for part in parts:
         scale = (most / _f32(part)).to(torch.bfloat16).to(torch.float32)
         tried = _with_scale(values, scale, top)
         exact = left & (decoded(tried, top) == values).all(1)
