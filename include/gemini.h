@@ -588,13 +588,16 @@ GEMINI_API gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase
  *  @param stream  where its work is queued
  *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is open already, or a gemini_iteration_end() has
  *           failed that must be repeated first
- *  Since: 0.1 */
+ *  @retval GEMINI_ERR_OOM_DEVICE  arenas are sharded, and what is to be gathered for it finds no room
+ *  If it fails, the operator is not open, and the call can be repeated. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream)
     GEMINI_MUST_CHECK;
 /** Closes the operator. What was acquired in it may be released later; what gemini_op_begin_with() acquired is released
  *  first, behind the work queued on the operator's stream so far.
  *  @retval GEMINI_ERR_STATE  no operator is open; or the caller has released some of those ranges itself: the message
  *           names one, and nothing changed
+ *  @retval GEMINI_ERR_BUSY, GEMINI_ERR_OOM_HOST  arenas are sharded, and parameters that it wrote cannot be copied to
+ *           this rank's slices, as one is acquired or there is no room: the operator is open, and the call can be repeated
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */

@@ -94,6 +94,13 @@ typedef struct {
  * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
  * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
  * op_index is the open op or, between ops, the number of ops recorded. */
+/* How an iteration compares with the variants. */
+typedef struct {
+  bool agrees[GMI_VARIANTS], departed;
+  uint32_t active;
+  uint64_t departures;
+} comparison_t;
+
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
@@ -138,7 +145,8 @@ typedef struct gmi_tracer {
   uint32_t stall_count;
 
   bool op_open;
-  struct { /* what gemini_op_begin_with() has acquired for the open op */
+  comparison_t op_before; /* before the open op began, to undo that */
+  struct {                /* what gemini_op_begin_with() has acquired for the open op */
     gemini_access_t *list;
     uint64_t count, capacity;
     gemini_stream_t stream;
