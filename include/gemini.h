@@ -597,7 +597,7 @@ GEMINI_API gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *nam
  *  @retval GEMINI_ERR_STATE  no operator is open; or the caller has released some of those ranges itself: the message
  *           names one, and nothing changed
  *  @retval GEMINI_ERR_BUSY, GEMINI_ERR_OOM_HOST  arenas are sharded, and parameters that it wrote cannot be copied to
- *           this rank's slices, as one is acquired or there is no room: the operator is open, and the call can be repeated
+ *           this rank's slices, as one is acquired or there is no room: the operator is open; the call can be repeated
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */

@@ -622,7 +622,8 @@ static void op_cancel(gmi_manager_t *m) {
   if (!gmi_graph_op_end(m) && m->trace.tracer->op_open) op_take_back(m);
 }
 
-/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. */
+/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. An address
+ * becomes its place in the arena: when gradients reuse that later, the address does not say any more what is meant. */
 static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
   gmi_tracer_t *t = m->trace.tracer;
   if (count > t->uses.capacity) {
@@ -638,7 +639,11 @@ static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *access
     gmi_range_t r;
     t->uses.list[i] = accesses[i];
     status = gmi_range_bytes(m, &accesses[i], &r);
-    if (!status) t->uses.list[i].size_bytes = r.size;
+    if (status) break;
+    t->uses.list[i].size_bytes = r.size;
+    if (gmi_object_id(&accesses[i])) continue;
+    t->uses.list[i].object.arena = gmi_handle(m, GMI_HANDLE_ARENA, r.arena->generation, r.arena->index);
+    t->uses.list[i].offset_bytes = r.offset;
   }
   return status;
 }
