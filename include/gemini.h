@@ -399,7 +399,8 @@ typedef struct gemini_arena_config {
                               has a counterpart here (gemini_tensor_counterpart) */
   gemini_arena_t reuse;    /* NULL, or (kind GRAD) a parameter arena whose bytes this one shares: a gradient takes its
                               parameter's bytes until the parameter is written again. Needs the same element_bytes;
-                              implies like. Bytes of no tensor between two gradients that are at most 4,096 bytes
+                              implies like. Of tensors that overlap, all hold their gradients, or none does: they are
+                              written by a range in which all of them lie. Bytes of no tensor between two gradients that are at most 4,096 bytes
                               apart become zero with them: keep other ranges in other arenas */
   gemini_group_t
       group;           /* NULL, or (kind PARAM, follows no arena) the group whose ranks share the bytes, each a slice of
@@ -482,6 +483,7 @@ GEMINI_API gemini_status_t gemini_arena_take_pointer(gemini_manager_t mgr, gemin
  *           offset inside ranges taken before; tensors may overlap (tied weights)
  *  @param tensor_out  transferred to the caller; end with gemini_tensor_unregister() or by destroying the arena
  *  @retval GEMINI_ERR_EXISTS  another tensor has the name
+ *  @retval GEMINI_ERR_STATE  a part of the range, but not all, has been taken by a gradient
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
                                                   uint64_t size_bytes, uint64_t offset_bytes,
