@@ -400,8 +400,9 @@ typedef struct gemini_arena_config {
   gemini_arena_t reuse;    /* NULL, or (kind GRAD) a parameter arena whose bytes this one shares: a gradient takes its
                               parameter's bytes until the parameter is written again. Needs the same element_bytes;
                               implies like. Of tensors that overlap, all hold their gradients, or none does: they are
-                              written by a range in which all of them lie. Bytes of no tensor between two gradients that are at most 4,096 bytes
-                              apart become zero with them: keep other ranges in other arenas */
+                              written by a range in which all of them lie. Bytes of no tensor between two gradients
+                              that are at most 4,096 bytes apart become zero with them: keep other ranges in other
+                              arenas */
   gemini_group_t
       group;           /* NULL, or (kind PARAM, follows no arena) the group whose ranks share the bytes, each a slice of
                            every chunk (gemini/group.h); arenas that follow this one are sharded in the same way */

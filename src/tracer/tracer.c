@@ -199,7 +199,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
 /* The tracer is as if the op had not begun. */
 static void op_take_back(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
-  const comparison_t *before = &t->op_before;
+  const comparison_t *before = &t->now.before_op;
   atomic_store(&m->bracket.op_serial, 0);
   pthread_mutex_lock(&t->touch_lock);
   t->op_open = false;
@@ -237,8 +237,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (!status) status = gmi_gathers_may_go_on(t->gathers);
   if (!status) status = gmi_gathered_leave(m, false);
   if (status) return status;
-  t->op_before = (comparison_t){ .departed = t->departed, .active = t->active, .departures = m->stats.departures };
-  memcpy(t->op_before.agrees, t->agrees, sizeof t->agrees);
+  t->now.before_op = (comparison_t){ .departed = t->departed, .active = t->active, .departures = m->stats.departures };
+  memcpy(t->now.before_op.agrees, t->agrees, sizeof t->agrees);
   variant_t *v = gmi_tracer_active_variant(t);
   const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
   const char *kept =

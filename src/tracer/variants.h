@@ -125,10 +125,11 @@ typedef struct gmi_tracer {
   uint64_t begun_ns;
   struct { /* of this iteration */
     uint64_t label;
-    uint32_t learned;   /* ops whose times its variant has learned */
-    bool first_planned; /* it is the first one under its variant's plan */
-    uint64_t committed; /* stats.committed_elements at its begin */
-    step_t step;        /* what is known of it so far */
+    uint32_t learned;       /* ops whose times its variant has learned */
+    bool first_planned;     /* it is the first one under its variant's plan */
+    uint64_t committed;     /* stats.committed_elements at its begin */
+    step_t step;            /* what is known of it so far */
+    comparison_t before_op; /* before the open op began, to undo that */
     /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
      * variant: whose plan; GMI_NONE: none. */
     struct {
@@ -145,8 +146,7 @@ typedef struct gmi_tracer {
   uint32_t stall_count;
 
   bool op_open;
-  comparison_t op_before; /* before the open op began, to undo that */
-  struct {                /* what gemini_op_begin_with() has acquired for the open op */
+  struct { /* what gemini_op_begin_with() has acquired for the open op */
     gemini_access_t *list;
     uint64_t count, capacity;
     gemini_stream_t stream;
