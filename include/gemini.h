@@ -399,8 +399,10 @@ typedef struct gemini_arena_config {
                               has a counterpart here (gemini_tensor_counterpart) */
   gemini_arena_t reuse;    /* NULL, or (kind GRAD) a parameter arena whose bytes this one shares: a gradient takes its
                               parameter's bytes until the parameter is written again. Needs the same element_bytes;
-                              implies like. Bytes of no tensor between two gradients that are at most 4,096 bytes
-                              apart become zero with them: keep other ranges in other arenas */
+                              implies like. Of tensors that overlap, all hold their gradients, or none does: they are
+                              written by a range in which all of them lie. Bytes of no tensor between two gradients
+                              that are at most 4,096 bytes apart become zero with them: keep other ranges in other
+                              arenas */
   gemini_group_t
       group;           /* NULL, or (kind PARAM, follows no arena) the group whose ranks share the bytes, each a slice of
                            every chunk (gemini/group.h); arenas that follow this one are sharded in the same way */
@@ -482,6 +484,7 @@ GEMINI_API gemini_status_t gemini_arena_take_pointer(gemini_manager_t mgr, gemin
  *           offset inside ranges taken before; tensors may overlap (tied weights)
  *  @param tensor_out  transferred to the caller; end with gemini_tensor_unregister() or by destroying the arena
  *  @retval GEMINI_ERR_EXISTS  another tensor has the name
+ *  @retval GEMINI_ERR_STATE  a part of the range, but not all, has been taken by a gradient
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
                                                   uint64_t size_bytes, uint64_t offset_bytes,
@@ -588,13 +591,16 @@ GEMINI_API gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase
  *  @param stream  where its work is queued
  *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is open already, or a gemini_iteration_end() has
  *           failed that must be repeated first
- *  Since: 0.1 */
+ *  @retval GEMINI_ERR_OOM_DEVICE  arenas are sharded, and what is to be gathered for it finds no room
+ *  If it fails, the operator is not open, and the call can be repeated. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream)
     GEMINI_MUST_CHECK;
 /** Closes the operator. What was acquired in it may be released later; what gemini_op_begin_with() acquired is released
  *  first, behind the work queued on the operator's stream so far.
  *  @retval GEMINI_ERR_STATE  no operator is open; or the caller has released some of those ranges itself: the message
  *           names one, and nothing changed
+ *  @retval GEMINI_ERR_BUSY, GEMINI_ERR_OOM_HOST  arenas are sharded, and parameters that it wrote cannot be copied to
+ *           this rank's slices, as one is acquired or there is no room: the operator is open; the call can be repeated
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_end(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** @} */

@@ -5,8 +5,7 @@ static bool names_gradient(const gmi_range_t *r) { return r->arena->store != r->
 
 void gmi_range_each(gmi_manager_t *m, const gmi_range_t *r, void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user),
                     void *user) {
-  if (r->tensor) fn(m, gmi_tensor_base(m, r->tensor), user);
-  else if (r->size) gmi_arena_each(m, gmi_arena_at(m, r->arena->store), r->offset, r->size, fn, user);
+  if (r->size) gmi_arena_each(m, gmi_arena_at(m, r->arena->store), r->offset, r->size, fn, user);
 }
 
 static bool inside(const gmi_range_t *r, const gmi_tensor_t *t) {
@@ -36,6 +35,30 @@ gmi_content_t gmi_range_content(gmi_manager_t *m, const gmi_range_t *r, bool ove
                : "parameter %s cannot be used: its gradient has taken its bytes until the parameter is written again",
            c.wrong->name);
   return GMI_CONTENT_WRONG;
+}
+
+typedef struct {
+  uint64_t begin, end;
+  const gmi_tensor_t *taken; /* one that holds a gradient */
+  bool inside;               /* of one */
+} place_t;
+static void look_at_place(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  place_t *p = user;
+  (void)m;
+  if (!(atomic_load(&t->word) & GMI_TENSOR_GRADIENT)) return;
+  p->taken = t;
+  p->inside |= t->offset <= p->begin && p->end <= t->offset + t->size;
+}
+gemini_status_t gmi_content_of_place(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
+                                     bool *gradient_out) {
+  place_t p = { .begin = offset, .end = offset + size };
+  if (a->reused) gmi_arena_each(m, a, offset, size, look_at_place, &p);
+  *gradient_out = p.inside;
+  if (!p.taken || p.inside) return GEMINI_OK;
+  return gmi_fail(
+      GEMINI_ERR_STATE, 0,
+      "%llu bytes at offset %llu of arena %s are in part those of parameter %s, which its gradient has taken",
+      (unsigned long long)size, (unsigned long long)offset, a->name, p.taken->name);
 }
 
 /* Read-modify-writes, as acquires change the counts in the same words. */

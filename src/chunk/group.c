@@ -83,6 +83,12 @@ void gmi_group_give_up(const gmi_group_t *g, const char *why) {
   for (int i = 0; i < 3; i++)
     if (comms[i]->ops) comms[i]->ops->abort(comms[i]->self, why);
 }
+gemini_status_t gmi_group_breaks_off(const gmi_group_t *g, gemini_status_t status) {
+  gmi_failure_t why;
+  gmi_fail_keep(status, &why);
+  gmi_group_give_up(g, why.message);
+  return gmi_fail_again(&why);
+}
 /* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
  * rank has left: they end with the same words. Returns the failure. Threads: any. */
 static gemini_status_t spread_failure(const gmi_group_t *g) {

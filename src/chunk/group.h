@@ -97,6 +97,9 @@ gemini_status_t gmi_group_failure(const gmi_group_t *g);
 /* Makes all calls of all ranks fail with these words, unless they fail already. Any thread, no lock. */
 enum { GMI_GROUP_WHY_BYTES = 376 };
 void gmi_group_give_up(const gmi_group_t *g, const char *why);
+/* Gives up, for status, the thread's last error, which it returns: a collective has been queued, and what belongs
+ * behind it has not. Made again it would be another call, which the other ranks do not make. */
+gemini_status_t gmi_group_breaks_off(const gmi_group_t *g, gemini_status_t status);
 /* Ends all groups. No lock: no other thread uses the manager. */
 void gmi_groups_close(gmi_manager_t *m);
 

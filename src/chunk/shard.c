@@ -206,6 +206,18 @@ static gemini_status_t copy(gmi_manager_t *m, uint32_t stream, void *to, const v
                 : GEMINI_OK;
 }
 
+/* Makes the stream wait for the users of a part's bytes, which it is to use in its frame or its slot. */
+static gemini_status_t part_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode) {
+  return gmi_chunk_is_resident(c) ? gmi_chunk_wait(m, stream, c, mode) : gmi_chunk_wait_slot(m, stream, c);
+}
+/* It uses them now, also if the device has said no. */
+static gemini_status_t part_used(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode, gemini_status_t no) {
+  gmi_slot_t *slot = gmi_chunk_is_resident(c) ? NULL : &m->host.slots[gmi_chunk_slot(c)];
+  gemini_status_t used = slot ? gmi_fence_now(m, stream, &slot->fence) : gmi_chunk_use(m, c, mode, stream, true);
+  if (slot && used) slot->fence = gmi_fence_later(m, stream);
+  return no ? no : used;
+}
+
 /* Queues copies of the own slice into the chunk's frame. */
 static gemini_status_t copy_in(gmi_manager_t *m, const parts_t *p, uint8_t *frame, uint32_t stream) {
   gemini_status_t status = GEMINI_OK;
@@ -214,20 +226,13 @@ static gemini_status_t copy_in(gmi_manager_t *m, const parts_t *p, uint8_t *fram
     gmi_chunk_t *c = part->chunk;
     GMI_ASSERT(!gmi_chunk_deferred(c));
     uint8_t *to = frame + p->begin + part->in_slice;
-    if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
-      status = gmi_device_zero(m, stream, to, part->bytes);
-    } else if (gmi_chunk_is_resident(c)) {
-      status = gmi_chunk_wait(m, stream, c, GEMINI_READ);
-      if (!status) status = copy(m, stream, to, gmi_chunk_device(m, c) + part->in_chunk, part->bytes, GMI_COPY_D2D);
-      if (!status) status = gmi_chunk_use(m, c, GEMINI_READ, stream, true);
-    } else {
-      status = gmi_chunk_wait_slot(m, stream, c);
-      if (!status) status = copy(m, stream, to, gmi_chunk_host(m, c) + part->in_chunk, part->bytes, GMI_COPY_H2D);
-      gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-      gemini_status_t marked = gmi_fence_now(m, stream, &slot->fence);
-      if (!status) status = marked;
-      p->group->fetched_bytes += part->bytes;
-    }
+    const bool zero = gmi_chunk_has(c, GMI_VALID_ZERO), resident = gmi_chunk_is_resident(c);
+    status = zero ? gmi_device_zero(m, stream, to, part->bytes) : part_wait(m, stream, c, GEMINI_READ);
+    if (status || zero) continue;
+    const uint8_t *from = resident ? gmi_chunk_device(m, c) : gmi_chunk_host(m, c);
+    status = copy(m, stream, to, from + part->in_chunk, part->bytes, resident ? GMI_COPY_D2D : GMI_COPY_H2D);
+    status = part_used(m, stream, c, GEMINI_READ, status);
+    if (!resident) p->group->fetched_bytes += part->bytes;
   }
   return status;
 }
@@ -256,19 +261,13 @@ static gemini_status_t copy_out(gmi_manager_t *m, const parts_t *p, const uint8_
     gmi_chunk_t *c = part->chunk;
     GMI_ASSERT(!gmi_chunk_deferred(c));
     const uint8_t *from = frame + p->begin + part->in_slice;
-    if (gmi_chunk_is_resident(c)) {
-      status = gmi_chunk_wait(m, stream, c, GEMINI_READ_WRITE);
-      if (!status) status = put(m, stream, p, part->bytes, gmi_chunk_device(m, c) + part->in_chunk, from, GMI_COPY_D2D);
-      gmi_chunk_wrote(m, c);
-      if (!status) status = gmi_chunk_use(m, c, GEMINI_WRITE, stream, true);
-    } else {
-      status = gmi_chunk_wait_slot(m, stream, c);
-      if (!status) status = put(m, stream, p, part->bytes, gmi_chunk_host(m, c) + part->in_chunk, from, GMI_COPY_D2H);
-      gmi_slot_t *slot = &m->host.slots[gmi_chunk_slot(c)];
-      gemini_status_t marked = gmi_fence_now(m, stream, &slot->fence);
-      if (!status) status = marked;
-      gmi_chunk_host_wrote(m, c);
-    }
+    const bool resident = gmi_chunk_is_resident(c);
+    if ((status = part_wait(m, stream, c, GEMINI_READ_WRITE))) break;
+    uint8_t *to = resident ? gmi_chunk_device(m, c) : gmi_chunk_host(m, c);
+    status = put(m, stream, p, part->bytes, to + part->in_chunk, from, resident ? GMI_COPY_D2D : GMI_COPY_D2H);
+    if (resident) gmi_chunk_wrote(m, c);
+    status = part_used(m, stream, c, GEMINI_WRITE, status);
+    if (!resident) gmi_chunk_host_wrote(m, c);
     p->group->stored_bytes += part->bytes;
   }
   if (!status) status = gmi_fence_now(m, stream, end_out);
@@ -297,16 +296,15 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
   gemini_status_t status = gmi_fence_wait(m, g->gather_stream, ready);
   if (!status) status = gmi_fence_now(m, g->gather_stream, &begin);
   if (!status) status = gmi_group_gather(m, g, frame, slice, p->whole->name, c->index);
-  if (!status && rest)
-    status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
   if (status) return status;
+  if (rest) status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
+  if (!status) status = gmi_fence_now(m, g->gather_stream, arrive_out);
+  if (status) return g->gather.ranks > 1 ? gmi_group_breaks_off(g, status) : status; /* one rank can gather again */
   g->queued.gathers = gmi_hash(gmi_hash(g->queued.gathers + 1, p->whole->index), c->index);
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
-  status = gmi_fence_now(m, g->gather_stream, arrive_out);
-  if (!status)
-    gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = *arrive_out, .shortest = &g->gathers.shortest_ns });
-  return status;
+  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = *arrive_out, .shortest = &g->gathers.shortest_ns });
+  return GEMINI_OK;
 }
 
 gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
@@ -660,12 +658,13 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   gmi_chunk_wrote(m, c);
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &begin);
   if (!status) status = gmi_group_reduce(m, g, frame, slice, p->whole->shard.dtype, p->whole->name, c->index);
-  if (!status && rest)
+  if (status) return status;
+  if (rest)
     status = gmi_group_reduce_rest(m, g, frame + slice * g->reduce.ranks * element, rest, p->whole->shard.dtype,
                                    p->whole->name, c->index);
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
-  if (status) return status;
+  if (status) return g->reduce.ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
   gmi_group_sum_ends(g, end);

@@ -10,6 +10,7 @@
 #include "base/abi.h"
 #include "base/hash.h"
 #include "chunk/arena.h"
+#include "chunk/content.h"
 #include "core/manager.h"
 
 enum { NAME_LIMIT = 127 };
@@ -173,10 +174,13 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
           "tensor at %llu + %llu bytes is not inside the %llu bytes taken of arena %s, or is no multiple of %u bytes",
           (unsigned long long)offset, (unsigned long long)size, (unsigned long long)used, a->name, a->element_bytes);
   }
+  bool gradient = false;
+  gemini_status_t status = next ? GEMINI_OK : gmi_content_of_place(m, a, offset, size, &gradient);
+  if (status) return status;
   char *copy = malloc(length + 1);
   if (!copy) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a tensor's name");
   memcpy(copy, name, length + 1);
-  gemini_status_t status = tensor_room(m, a);
+  status = tensor_room(m, a);
   if (!status && next) status = gmi_arena_extend(m, a, size, &offset);
   if (status) {
     free(copy);
@@ -184,6 +188,7 @@ static gemini_status_t tensor_register(gmi_manager_t *m, gemini_arena_t arena, c
   }
   uint32_t index = tensor_new(m, a, offset, size);
   m->tensors.at[index].name = copy;
+  if (gradient) atomic_fetch_or(&m->tensors.at[index].word, GMI_TENSOR_GRADIENT);
   if (m->tensors.alive > (uint64_t)m->tensors.bucket_count * 2) names_grow(m);
   if (gmi_tensor_named(m, copy) == GMI_NONE) name_insert(m, index); /* unless names_grow() has inserted it */
   *tensor_out = gmi_handle(m, GMI_HANDLE_TENSOR, m->tensors.at[index].generation, index);

@@ -2,8 +2,7 @@
  * are.
  * SPDX-License-Identifier: Apache-2.0
  *
- * Threads: any thread that holds the manager's lock. A device piece's callback runs on it, without the lock; a host
- * piece's on a worker. */
+ * Threads: any with the manager's lock. Callbacks of device pieces run on it, without the lock; others on workers. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,6 +132,8 @@ static void gap_zeros(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t first_
 gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) {
   gmi_manager_t *m = k->m;
   gemini_status_t status = piece_to_host(k, p);
+  for (uint32_t i = 0; !status && i < p->count; i++)
+    status = gmi_fence_place(m, m->host.slots[gmi_chunk_slot(p->chunks[i])].fence);
   if (status) return status;
   uint64_t gaps, first_gap = piece_gaps(k, p, &gaps);
   uint32_t first, count, chunks = 0;
@@ -202,8 +203,7 @@ static bool piece_is_ready(const gmi_walk_t *k, const gmi_piece_t *p) {
   return missing <= gmi_host_free(k->m);
 }
 
-/* ---- copies of the caller's data. A callback may have queued device work that reads the copy, so it stays until that
- * is done. */
+/* ---- copies of the caller's data; they stay until device work that a callback may have queued on them is done */
 static gemini_status_t user_copy(gmi_walk_t *k) {
   enum { USER_BYTES_MAX = 1 << 20 };
   gemini_update_t *u = &k->u;

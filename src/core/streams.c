@@ -73,6 +73,10 @@ bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence) {
          fence_is_over(m, fence);
 }
 
+gemini_status_t gmi_fence_place(gmi_manager_t *m, gmi_fence_t fence) {
+  return gmi_fence_reached(m, fence) ? GEMINI_OK : fence_record(m, fence);
+}
+
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
   if (gmi_fence_reached(m, fence)) return GEMINI_OK;
   gemini_status_t status = fence_record(m, fence);

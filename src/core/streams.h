@@ -45,6 +45,8 @@ gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fe
 gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* cheaper */
 gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* GMI_CALLER: blocks */
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                  /* blocks; keeps the lock */
+/* Places the fence's mark if that has been left (gmi_fence_later()): before a thread without the lock waits for it. */
+gemini_status_t gmi_fence_place(gmi_manager_t *m, gmi_fence_t fence);
 /* Any thread, no lock. Returns false after a stream failure too; call gmi_fence_sync() for the error. */
 bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);
 /* Returns a fence behind both; may make one stream wait for the other. */

@@ -62,9 +62,8 @@ typedef struct gmi_gathers {
   ending_t ending;    /* likewise */
   uint32_t use_mark;  /* uses from here on are of the open operator */
   uint64_t op_hash;   /* of the open operator */
-  uint32_t op_index;  /* the open operator's in the trace, or that of the next one */
   uint32_t on_demand; /* bit per group: the last operator that began gathers its chunks when it acquires them */
-  bool lost;          /* no memory for the record */
+  bool lost;          /* no memory for the record: of this iteration, ranks have nothing to compare, and gave up */
   bool noted;         /* the other ranks can see that this iteration has departed */
   uint32_t active;    /* the kind that this iteration follows, or GMI_NONE */
   uint64_t iterations;
@@ -184,7 +183,6 @@ static void note(gmi_manager_t *m, const char *text) {
 
 void gmi_gathers_begin(gmi_manager_t *m, gmi_gathers_t *g) {
   record_clear(g);
-  g->op_index = 0;
   g->on_demand = 0;
   g->active = agreeing(g);
   if (g->noted) note(m, "");
@@ -201,15 +199,29 @@ static void depart(gmi_manager_t *m, gmi_gathers_t *g) {
   g->active = agreeing(g);
 }
 
-void gmi_gathers_op_end(gmi_manager_t *m, gmi_gathers_t *g) {
+/* Without its record this rank cannot do what the others do next: they hear of it now, not when a deadline ends. */
+static void lose(gmi_manager_t *m, gmi_gathers_t *g) {
+  g->active = GMI_NONE;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    const gmi_group_t *group = gmi_group_at(m, i);
+    if (group && group->arenas && group->gather.ranks > 1)
+      gmi_group_give_up(group, "no memory to record the gathers of an iteration");
+  }
+}
+
+void gmi_gathers_op_end(gmi_manager_t *m, gmi_gathers_t *g, uint32_t index) {
   record_t *r = &g->record;
-  uint32_t first = g->use_mark, kept = first, index = g->op_index++;
+  /* An end that failed behind this is made again: what came in between belongs to the same operator. */
+  if (r->op_count && r->ops[r->op_count - 1].op == index) g->use_mark = r->ops[--r->op_count].use_first;
+  uint32_t first = g->use_mark, kept = first;
+  if (g->lost) lose(m, g);
   if (r->use_count == first || g->lost) return;
   qsort(r->uses + first, r->use_count - first, sizeof *r->uses, by_use);
   for (uint32_t i = first; i < r->use_count; i++)
     if (kept == first || r->uses[kept - 1] != r->uses[i]) r->uses[kept++] = r->uses[i];
   r->use_count = g->use_mark = kept;
-  if (!op_add(r, (op_t){ g->op_hash, first, kept - first, index, 0 })) g->lost = true;
+  g->lost = !op_add(r, (op_t){ g->op_hash, first, kept - first, index, 0 });
+  if (g->lost) lose(m, g);
   else if (g->active != GMI_NONE && !agrees(r, &g->kinds[g->active])) depart(m, g);
 }
 
@@ -682,11 +694,10 @@ static gemini_status_t end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trac
 }
 
 gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
-  if (g->lost) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record gathers");
   if (g->ending.done) return GEMINI_OK;
   g->iterations++;
   g->ended = GMI_NONE;
-  if (!g->record.op_count) return GEMINI_OK;
+  if (g->lost || !g->record.op_count) return GEMINI_OK;
   g->ending.next = 0;
   gemini_status_t status = end(m, g, trace);
   if (status) return status;

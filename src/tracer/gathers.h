@@ -23,7 +23,8 @@ void gmi_gathers_begin(gmi_manager_t *m, struct gmi_gathers *g); /* of an iterat
 /* Queues the gathers that belong before the operator. A failure is final: this rank has not gathered what others
  * have. */
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, struct gmi_gathers *g, const char *name, uint32_t phase);
-void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g);
+/* index: the operator's in the trace. An end that fails behind this is made again. */
+void gmi_gathers_op_end(gmi_manager_t *m, struct gmi_gathers *g, uint32_t index);
 /* At the end of an iteration. Posts it, for the ranks to compare (chunk/group_check.h). After one of a new kind, agrees
  * with the other ranks on frames, and blocks. trace: of the iteration; gets the frames that gathered parameters take
  * from now on in each of its operators. PEER: another rank has used other chunks, in this iteration or the last one.

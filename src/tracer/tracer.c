@@ -196,6 +196,24 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   return GEMINI_OK;
 }
 
+/* The tracer is as if the op had not begun. */
+static void op_take_back(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->trace.tracer;
+  const comparison_t *before = &t->now.before_op;
+  atomic_store(&m->bracket.op_serial, 0);
+  pthread_mutex_lock(&t->touch_lock);
+  t->op_open = false;
+  gmi_trace_op_t *op = &t->record.ops[--t->record.op_count];
+  t->record.use_count = op->use_first;
+  pthread_mutex_unlock(&t->touch_lock);
+  gmi_op_name_drop(t->names, op->name);
+  memcpy(t->agrees, before->agrees, sizeof t->agrees);
+  t->departed = before->departed;
+  t->active = before->active;
+  m->stats.departures = before->departures;
+  gmi_nvtx_pop();
+}
+
 /* Opens an op. A stream under capture for a graph bypasses the tracer: its op only names what is captured in errors.
  * The op is compared with the active variant by name and phase now, so that the right plan's fetches are issued, and
  * in full by op_end(). */
@@ -219,6 +237,8 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   if (!status) status = gmi_gathers_may_go_on(t->gathers);
   if (!status) status = gmi_gathered_leave(m, false);
   if (status) return status;
+  t->now.before_op = (comparison_t){ .departed = t->departed, .active = t->active, .departures = m->stats.departures };
+  memcpy(t->now.before_op.agrees, t->agrees, sizeof t->agrees);
   variant_t *v = gmi_tracer_active_variant(t);
   const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
   const char *kept =
@@ -268,7 +288,9 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   gmi_reap(m);
   gmi_nvtx_push(name);
   if (v && v->bundle.made) gmi_tracer_plan_op(m, v);
-  return gmi_gathers_op_begin(m, t->gathers, kept, op->phase); /* the op is open, also if this fails */
+  status = gmi_gathers_op_begin(m, t->gathers, kept, op->phase);
+  if (status) op_take_back(m);
+  return status;
 }
 
 /* Closes the op: its uses become canonical, every variant that agreed so far is compared with it, and the plan's
@@ -279,7 +301,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
   timing_t *k = &t->timings[t->op_index];
   pthread_mutex_lock(&t->touch_lock);
-  gmi_gathers_op_end(m, t->gathers);
+  gmi_gathers_op_end(m, t->gathers, t->op_index);
   pthread_mutex_unlock(&t->touch_lock);
   gemini_status_t status = gmi_gathered_leave(m, false);
   if (status) return status;
@@ -596,37 +618,12 @@ gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_s
  *
  * Acquire and release take the lock themselves and may run callbacks, so the op is open while its batch is acquired. A
  * batch that fails takes the op back: the tracer then is as if the op had not begun. */
-/* What op_begin() changes of the comparison with the variants. */
-typedef struct {
-  bool agrees[GMI_VARIANTS], departed;
-  uint32_t active;
-  uint64_t departures;
-} comparison_t;
-static comparison_t comparison(gmi_manager_t *m) {
-  const gmi_tracer_t *t = m->trace.tracer;
-  comparison_t c = { .departed = t->departed, .active = t->active, .departures = m->stats.departures };
-  memcpy(c.agrees, t->agrees, sizeof c.agrees);
-  return c;
+static void op_cancel(gmi_manager_t *m) {
+  if (!gmi_graph_op_end(m) && m->trace.tracer->op_open) op_take_back(m);
 }
 
-static void op_cancel(gmi_manager_t *m, const comparison_t *before) {
-  gmi_tracer_t *t = m->trace.tracer;
-  if (gmi_graph_op_end(m) || !t->op_open) return;
-  atomic_store(&m->bracket.op_serial, 0);
-  pthread_mutex_lock(&t->touch_lock);
-  t->op_open = false;
-  gmi_trace_op_t *op = &t->record.ops[--t->record.op_count];
-  t->record.use_count = op->use_first;
-  pthread_mutex_unlock(&t->touch_lock);
-  gmi_op_name_drop(t->names, op->name);
-  memcpy(t->agrees, before->agrees, sizeof t->agrees);
-  t->departed = before->departed;
-  t->active = before->active;
-  m->stats.departures = before->departures;
-  gmi_nvtx_pop();
-}
-
-/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. */
+/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. An address
+ * becomes its place in the arena: when gradients reuse that later, the address does not say any more what is meant. */
 static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
   gmi_tracer_t *t = m->trace.tracer;
   if (count > t->uses.capacity) {
@@ -642,7 +639,11 @@ static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *access
     gmi_range_t r;
     t->uses.list[i] = accesses[i];
     status = gmi_range_bytes(m, &accesses[i], &r);
-    if (!status) t->uses.list[i].size_bytes = r.size;
+    if (status) break;
+    t->uses.list[i].size_bytes = r.size;
+    if (gmi_object_id(&accesses[i])) continue;
+    t->uses.list[i].object.arena = gmi_handle(m, GMI_HANDLE_ARENA, r.arena->generation, r.arena->index);
+    t->uses.list[i].offset_bytes = r.offset;
   }
   return status;
 }
@@ -651,17 +652,16 @@ static gemini_status_t op_begin_with(gmi_manager_t *m, gemini_manager_t mgr, con
                                      gemini_access_t *theirs, const gemini_access_t *accesses, uint64_t count) {
   gmi_tracer_t *t = m->trace.tracer;
   gmi_lock(m, "gemini_op_begin_with");
-  comparison_t before = comparison(m);
   bool open = t->op_open || m->graphs.op_of;
   gemini_status_t status = op_begin(m, name, stream);
-  bool begun = !open && (t->op_open || m->graphs.op_of); /* a failure may leave the op open */
+  bool begun = !open && (t->op_open || m->graphs.op_of);
   if (!status) status = uses_take(m, accesses, count);
   gmi_unlock(m);
   if (!status) status = gemini_acquire(mgr, t->uses.list, count, stream);
   if (!begun) return status;
   gmi_lock(m, "gemini_op_begin_with");
   if (status) {
-    op_cancel(m, &before);
+    op_cancel(m);
   } else {
     t->uses.count = count;
     t->uses.stream = stream;

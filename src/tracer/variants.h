@@ -94,6 +94,13 @@ typedef struct {
  * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
  * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
  * op_index is the open op or, between ops, the number of ops recorded. */
+/* How an iteration compares with the variants. */
+typedef struct {
+  bool agrees[GMI_VARIANTS], departed;
+  uint32_t active;
+  uint64_t departures;
+} comparison_t;
+
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
@@ -118,10 +125,11 @@ typedef struct gmi_tracer {
   uint64_t begun_ns;
   struct { /* of this iteration */
     uint64_t label;
-    uint32_t learned;   /* ops whose times its variant has learned */
-    bool first_planned; /* it is the first one under its variant's plan */
-    uint64_t committed; /* stats.committed_elements at its begin */
-    step_t step;        /* what is known of it so far */
+    uint32_t learned;       /* ops whose times its variant has learned */
+    bool first_planned;     /* it is the first one under its variant's plan */
+    uint64_t committed;     /* stats.committed_elements at its begin */
+    step_t step;            /* what is known of it so far */
+    comparison_t before_op; /* before the open op began, to undo that */
     /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
      * variant: whose plan; GMI_NONE: none. */
     struct {

@@ -227,6 +227,24 @@ static void test_an_operator_whose_accesses_are_refused_has_not_begun(void) {
   world_close(&w);
 }
 
+/* An address does not say whether the parameter or the gradient is meant, once gradients reuse the bytes. What an open
+ * operator has acquired by it is released all the same. */
+static void test_an_operator_releases_what_gradients_can_reuse_meanwhile(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 2, "block", 0, 0);
+  uint8_t *block = take(&w, arena, 3 * W);
+  gemini_access_t uses[2] = { gemini_address_access(block + W, W, READ, DEVICE),
+                              gemini_address_access(block, 8, READ, HOST) };
+  CHECK_OK(gemini_iteration_begin(w.mgr));
+  CHECK_OK(gemini_op_begin_with(w.mgr, "op", w.stream, uses, 2));
+  gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 2, "gradients", 0, arena);
+  CHECK_OK(gemini_op_end(w.mgr));
+  CHECK_OK(gemini_iteration_end(w.mgr));
+  CHECK_OK(gemini_arena_destroy(w.mgr, grads));
+  CHECK_OK(gemini_arena_destroy(w.mgr, arena)); /* refused if something were acquired */
+  world_close(&w);
+}
+
 /* ---- rows */
 enum { ROW = 64, ROWS = 1000 };
 static void test_rows_become_sorted_ranges_without_repeats(void) {
@@ -415,6 +433,7 @@ int main(void) {
   RUN(test_locate_names_arena_and_tensor);
   RUN(test_an_operator_releases_what_it_began_with);
   RUN(test_an_operator_whose_accesses_are_refused_has_not_begun);
+  RUN(test_an_operator_releases_what_gradients_can_reuse_meanwhile);
   RUN(test_rows_become_sorted_ranges_without_repeats);
   RUN(test_random_rows_are_covered_by_as_few_bytes_as_possible);
   RUN(test_only_the_chunks_of_the_rows_are_fetched);

@@ -558,6 +558,63 @@ static void test_ranks_that_differ_in_a_known_iteration_are_told_where(void) {
     }
 }
 
+/* ---- brackets that are refused and made again */
+/* Each operator writes a chunk of its own, and in iteration `refused` an acquired slice keeps its end from writing that
+ * back, a few times. */
+enum { AGAIN = 30 };
+static void refused_ends(rank_t *k) {
+  for (int i = 0; i < ITERATIONS; i++) {
+    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    for (uint64_t chunk = 0; chunk < CHUNKS; chunk++) {
+      gemini_access_t use = world_part(k->param, chunk * WORLD_CHUNK, WORLD_CHUNK, GEMINI_WRITE, DEVICE), all = use;
+      gemini_access_t slice = world_part(k->param, 0, 0, GEMINI_READ, HOST);
+      CHECK_OK(gemini_slice_next(k->w.mgr, &all, chunk * WORLD_CHUNK, &slice.offset_bytes, &slice.size_bytes));
+      const bool refused = !i && chunk % 3 == 1;
+      if (refused) CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_op_begin(k->w.mgr, chunk % 2 ? "odd" : "even", k->w.stream));
+      CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+      world_write(use.ptr, chunk * WORLD_CHUNK, WORLD_CHUNK, 7);
+      CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+      for (int n = 0; refused && n < AGAIN; n++) CHECK_STATUS(gemini_op_end(k->w.mgr), GEMINI_ERR_BUSY);
+      if (refused) CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+      if (refused && k->rank) { /* what a rank acquires in between is of the same operator */
+        CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+        CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+      }
+      CHECK_OK(gemini_op_end(k->w.mgr));
+    }
+    CHECK_OK(gemini_iteration_end(k->w.mgr));
+  }
+  CHECK(world_stats(&k->w).planned_iterations >= ITERATIONS - 2);
+  CHECK_EQ(world_stats(&k->w).departures, 0);
+}
+static void test_an_operators_end_that_was_refused_counts_once(void) {
+  for (uint32_t ranks = 1; ranks <= 2; ranks++)
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 12 }, refused_ends);
+}
+
+/* Gathers that belong before an operator find no room, as memory is allocated that no iteration has shown. */
+static void refused_begins(rank_t *k) {
+  void *ptr;
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    op(k, "reads", 0, CHUNKS, INSIDE);
+    CHECK_OK(gemini_iteration_end(k->w.mgr));
+  }
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  CHECK_OK(gemini_alloc(k->w.mgr, 4 * WORLD_CHUNK, k->w.stream, &ptr));
+  for (int n = 0; n < 3; n++) CHECK_STATUS(gemini_op_begin(k->w.mgr, "reads", k->w.stream), GEMINI_ERR_OOM_DEVICE);
+  CHECK_STATUS(gemini_op_end(k->w.mgr), GEMINI_ERR_STATE);
+  CHECK_OK(gemini_free(k->w.mgr, ptr, k->w.stream));
+  op(k, "reads", 0, CHUNKS, INSIDE);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  CHECK_EQ(world_stats(&k->w).departures, 0);
+}
+static void test_an_operator_whose_gathers_find_no_room_can_begin_later(void) {
+  for (uint32_t ranks = 1; ranks <= 2; ranks++)
+    run(&(shape_t){ .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .device_chunks = CHUNKS + 1 }, refused_begins);
+}
+
 int main(void) {
   process_begin();
   RUN(test_peaks_at_different_times_do_not_add_up);
@@ -570,5 +627,7 @@ int main(void) {
   RUN(test_experts_are_divided_among_their_own_ranks);
   RUN(test_waits_for_gathers_and_sums_are_counted_apart);
   RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
+  RUN(test_an_operators_end_that_was_refused_counts_once);
+  RUN(test_an_operator_whose_gathers_find_no_room_can_begin_later);
   return check_done();
 }

@@ -838,7 +838,7 @@ typedef struct {
   gemini_arena_t params, grads, sums; /* elements: 4 bytes, 4, 8 */
   gemini_tensor_t param[4], grad[4];
 } model_t;
-enum { MODEL_ELEMENTS = 20000 }; /* of each of four tensors; the last is tied into the third */
+enum { MODEL_ELEMENTS = 20000 }; /* of each of four tensors */
 
 static model_t model_open(uint64_t device_chunks) {
   model_t m;
@@ -1033,6 +1033,40 @@ static void test_reading_gradients_only_keeps_parameters(void) {
   OK(gemini_manager_close(m.mgr));
 }
 
+/* Tensors that overlap hold the same: what one's gradient has taken is no parameter for another one, and an update does
+ * not take it for a gradient that was not written. */
+static void test_gradients_of_tied_tensors_are_those_of_all(void) {
+  for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+    model_t m = model_open(16);
+    const uint64_t at = element_of(&m, 2) * 4, size = MODEL_ELEMENTS * 4;
+    gemini_tensor_t tied, half, late, tied_grad, half_grad;
+    OK(gemini_tensor_register(m.mgr, m.params, "tied", size, at, &tied));
+    OK(gemini_tensor_register(m.mgr, m.params, "half", size / 2, at, &half));
+    OK(gemini_tensor_counterpart(m.mgr, tied, m.grads, &tied_grad));
+    OK(gemini_tensor_counterpart(m.mgr, half, m.grads, &half_grad));
+    for (uint32_t i = 0; i < 4; i++) tensor_put(&m, m.param[i], DEVICE, 100 * i);
+    CHECK_EQ(tensor_read(&m, tied, DEVICE), GEMINI_OK); /* what the fast path would find */
+    tensor_put(&m, tied_grad, tier, 7);
+    CHECK_EQ(tensor_read(&m, tied, tier), GEMINI_ERR_STATE);
+    CHECK_EQ(tensor_read(&m, m.param[2], tier), GEMINI_ERR_STATE);
+    CHECK_EQ(tensor_read(&m, half, tier), GEMINI_ERR_STATE);
+    tensor_expect(&m, m.grad[2], DEVICE, 7, 1);
+    CHECK_EQ(tensor_read(&m, half_grad, HOST), GEMINI_OK);
+    /* A new tensor is what the bytes hold; there is none of half a gradient. */
+    OK(gemini_tensor_register(m.mgr, m.params, "late", 512, at + 512, &late));
+    CHECK_EQ(tensor_read(&m, late, DEVICE), GEMINI_ERR_STATE);
+    CHECK_STATUS(gemini_tensor_register(m.mgr, m.params, "part", size, at + 1024, &late), GEMINI_ERR_STATE);
+    CHECK_SAYS(world_error().message, "which its gradient has taken");
+    OK(model_update(&m, 0, 0, 3, 0));
+    tensor_expect(&m, m.param[2], tier, 7, 1);
+    tensor_expect(&m, tied, tier, 7, 1);
+    CHECK_EQ(tensor_read(&m, half, tier), GEMINI_OK);
+    gemini_access_t part = world_whole(half_grad, GEMINI_WRITE, tier); /* the rest would stay a parameter */
+    CHECK_STATUS(gemini_acquire(m.mgr, &part, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_STATE);
+    OK(gemini_manager_close(m.mgr));
+  }
+}
+
 int main(void) {
   RUN(test_update_of_any_arenas_equals_a_plain_loop);
   RUN(test_update_on_the_device_equals_the_host);
@@ -1056,5 +1090,6 @@ int main(void) {
   RUN(test_update_does_not_count_its_own_copies_as_room);
   RUN(test_reusing_update_in_parts_equals_the_whole);
   RUN(test_reading_gradients_only_keeps_parameters);
+  RUN(test_gradients_of_tied_tensors_are_those_of_all);
   return check_done();
 }

@@ -95,7 +95,6 @@ int reused_by(const part_t *p, int arena) {
 
 bool range_touches(const part_t *p, const range_t *r, int tensor) {
   const tensor_t *t = &p->tensors[tensor];
-  if (!r->is_arena) return p->tensors[r->entry].base == tensor;
   return t->live && t->arena == r->store && r->size && t->offset < r->at + r->size && r->at < t->offset + t->size;
 }
 

@@ -164,7 +164,7 @@ uint64_t end_chunk(const range_t *r, uint64_t chunk_bytes);
 /* ---- gradients in their parameters' bytes */
 int reused_by(const part_t *p, int arena); /* the arena that reuses this one, or -1 */
 enum { CONTENT_FINE, CONTENT_FLIPS, CONTENT_WRONG };
-/* Is it a registered tensor that the range is of, or overlaps? */
+/* Is it a registered tensor that the range overlaps? */
 bool range_touches(const part_t *p, const range_t *r, int tensor);
 /* Do the bytes of the range's tensors hold what they are named as, parameter or gradient? overwritten: all of the range
  * will be overwritten. */

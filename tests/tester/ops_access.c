@@ -129,14 +129,8 @@ static void hold_begin(actor_t *a, manager_t *m, const spec_t *s, const range_t 
                        int stream, uint64_t seed) {
   part_t *p = part_of(a, m);
   check_pointer(a, m, s, r, access->ptr);
-  if (!r->is_arena) {
-    tensor_t *t = &p->tensors[r->entry];
-    t->users++;
-    if (s->mode == GEMINI_WRITE && r->whole && (r->store != r->arena || reused_by(p, r->arena) >= 0))
-      p->tensors[t->base].gradient = r->store != r->arena;
-  } else if (s->mode == GEMINI_WRITE) {
-    content_written(p, r->arena, r->at, r->size);
-  }
+  if (!r->is_arena) p->tensors[r->entry].users++;
+  if (s->mode == GEMINI_WRITE) content_written(p, r->arena, r->at, r->size);
   bool device = s->tier == GEMINI_TIER_DEVICE;
   p->holds[s->hold] = (hold_t){ .live = true,
                                 .is_arena = r->is_arena,

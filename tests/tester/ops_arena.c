@@ -267,6 +267,15 @@ void run_tensor_register(actor_t *a, const op_t *op) {
   } else {
     wrong |= extend(p, in, size, &at);
   }
+  /* where gradients have taken bytes that it shares with other tensors */
+  bool gradient = false, in_part = false;
+  for (int i = 0; i < TENSORS && op->arg[4] && reused_by(p, in) >= 0; i++) {
+    const tensor_t *t = &p->tensors[i];
+    if (!t->live || t->arena != in || !t->gradient || t->offset >= at + size || at >= t->offset + t->size) continue;
+    if (at >= t->offset && at + size <= t->offset + t->size) gradient = true;
+    else in_part = true;
+  }
+  if (in_part && !gradient) wrong |= STATE;
   gemini_tensor_t handle = 0;
   if (CALL(a, wrong ? wrong : OK, gemini_tensor_register, m->handle, arena->handle, name, size, offset, &handle)) {
     if (handle) differs(a, "a failed call has set its result");
@@ -280,6 +289,7 @@ void run_tensor_register(actor_t *a, const op_t *op) {
                    .base = entry,
                    .offset = at,
                    .size = size,
+                   .gradient = gradient,
                    .states = 1u << GEMINI_STATE_FREE };
   memcpy(t->name, name, sizeof name);
 }

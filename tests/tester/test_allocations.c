@@ -244,13 +244,13 @@ typedef struct {
   gemini_group_t group[GROUPS];
   gemini_tensor_t param[GROUPS];
 } rank_t;
-static rank_t rank_open(const gemini_group_id_t ids[GROUPS], uint32_t rank) {
+static rank_t rank_open(const gemini_group_id_t ids[GROUPS], uint32_t rank, uint32_t ranks) {
   rank_t k = { .w = world_open(world_config(16, 64, 0)) };
   for (uint32_t g = 0; g < GROUPS; g++) {
     gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
     group.id = &ids[g];
     group.rank = rank;
-    group.ranks = 2;
+    group.ranks = ranks;
     group.deadline_ns = UINT64_C(60000000000);
     CHECK_OK(gemini_group_open(k.w.mgr, &group, &k.group[g]));
     gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
@@ -293,7 +293,7 @@ static void test_end_of_iteration_without_memory_can_be_repeated(void) {
   gemini_group_id_t ids[GROUPS];
   for (int g = 0; g < GROUPS; g++) CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &ids[g]));
   pid_t child = fork_child();
-  rank_t k = rank_open(ids, !child);
+  rank_t k = rank_open(ids, !child, 2);
   uint64_t kind = 0, skip = 0;
   for (uint8_t goes_on = 1, all[2]; goes_on; kind++) { /* plans make thousands of allocations: some of those */
     goes_on = 0;
@@ -308,6 +308,67 @@ static void test_end_of_iteration_without_memory_can_be_repeated(void) {
   fork_expect_end(child);
 }
 
+/* Gathers of an iteration cannot be recorded: it ends all the same, and other ranks hear at once that this one cannot do
+ * what they plan. Acquires all that operator g uses; of the first one allocation `skip` of the acquire fails, or of the
+ * end. Returns whether one did. */
+static bool rank_gathers(const rank_t *k, bool in_acquire, uint64_t skip) {
+  gemini_status_t acquired = GEMINI_OK, ended = GEMINI_OK;
+  bool failed = false;
+  for (int g = 0; g < GROUPS; g++) {
+    gemini_access_t use = world_whole(k->param[g], GEMINI_READ, DEVICE);
+    CHECK_OK(gemini_op_begin(k->w.mgr, g ? "second" : "first", k->w.stream));
+    const uint64_t in_end = g || in_acquire ? NEVER : skip;
+    failed |= WITH_FAILURE(g || !in_acquire ? NEVER : skip, acquired, gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
+    if (acquired == GEMINI_ERR_OOM_SYSTEM) CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
+    else CHECK_OK(acquired);
+    CHECK_OK(gemini_release(k->w.mgr, &use, 1, k->w.stream));
+    failed |= WITH_FAILURE(in_end, ended, gemini_op_end(k->w.mgr));
+    CHECK_OK(ended);
+  }
+  return failed;
+}
+static void test_an_iteration_whose_gathers_cannot_be_recorded_ends(void) {
+  for (int in_acquire = 0; in_acquire < 2; in_acquire++) {
+    uint64_t skip = 0;
+    for (bool failed = true; failed; skip++) {
+      gemini_group_id_t ids[GROUPS];
+      for (int g = 0; g < GROUPS; g++) CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 1, &ids[g]));
+      rank_t k = rank_open(ids, 0, 1);
+      for (uint64_t i = 0; i < 4; i++) {
+        CHECK_OK(gemini_iteration_begin(k.w.mgr));
+        const bool now = rank_gathers(&k, in_acquire, i ? NEVER : skip);
+        if (!i) failed = now;
+        CHECK_OK(gemini_iteration_end(k.w.mgr));
+        CHECK_EQ(world_stats(&k.w).iterations, i + 1);
+      }
+      world_close(&k.w);
+    }
+    CHECK(skip > 1);
+  }
+}
+static void test_ranks_hear_of_one_that_cannot_record_its_gathers(void) {
+  gemini_group_id_t ids[GROUPS];
+  for (int g = 0; g < GROUPS; g++) CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &ids[g]));
+  pid_t child = fork_child();
+  rank_t k = rank_open(ids, !child, 2);
+  gemini_access_t use = world_whole(k.param[0], GEMINI_READ, DEVICE);
+  gemini_status_t status;
+  CHECK_OK(gemini_iteration_begin(k.w.mgr));
+  CHECK_OK(gemini_op_begin(k.w.mgr, "gathers", k.w.stream));
+  CHECK_OK(gemini_acquire(k.w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_release(k.w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(WITH_FAILURE(child ? NEVER : 0, status, gemini_op_end(k.w.mgr)), !child);
+  if (child) { /* it waits in the end for what rank 1 has, unless it has heard before */
+    if (!status) status = gemini_iteration_end(k.w.mgr);
+    CHECK_SAYS(world_error().message, "rank 1 gave up: no memory to record the gathers");
+  }
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  status = gemini_manager_close(k.w.mgr);
+  if (status && status != GEMINI_ERR_PEER && status != GEMINI_ERR_DEVICE) CHECK_OK(status);
+  if (!child) exit(0);
+  fork_expect_end(child);
+}
+
 int main(void) {
   RUN(test_register_without_memory_takes_nothing_of_the_arena);
   RUN(test_host_alloc_without_memory_takes_no_slots);
@@ -317,5 +378,7 @@ int main(void) {
   RUN(test_timeline_without_memory_for_a_name_counts_the_slice_as_lost);
   RUN(test_open_of_checkpoint_files_that_fail_is_io);
   RUN(test_end_of_iteration_without_memory_can_be_repeated);
+  RUN(test_an_iteration_whose_gathers_cannot_be_recorded_ends);
+  RUN(test_ranks_hear_of_one_that_cannot_record_its_gathers);
   return check_done();
 }
