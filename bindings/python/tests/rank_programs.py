@@ -297,11 +297,13 @@ def training(
     rank_order=False,
     early=False,
     strict=True,
+    kept=None,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
 
     adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
+    kept: how AdamW keeps its states and masters, as prepare() has it.
     early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
     """
     rank, count = rank_and_count()
@@ -311,7 +313,9 @@ def training(
         made = build(model, dtype)
         for name, param in made.named_parameters():
             param.requires_grad_(not any(part in name for part in frozen))
-        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), step_in_backward=early)
+        made, optimizer = gm.prepare(
+            made, optimizer_of(made, **(optimizer or {})), step_in_backward=early, **(kept or {})
+        )
         parts = parts_before_the_end(optimizer) if early else []
         if unit:
             gm.unit(made.get_submodule(unit))
@@ -715,26 +719,36 @@ def pretrained(*, folder):
     return out
 
 
-def resumed(*, model, zero=3):
-    """Trains, loads the state anew into another model and optimizer, and goes on."""
+def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
+    """Trains, loads the state anew into another model and optimizer, and goes on, as the first ones do. Returns also the
+    state as it was and as it was loaded, and that of the first ones in the end.
+
+    kept, replaced: how AdamW keeps its states and masters, before and after loading.
+    """
     rank, count = rank_and_count()
     with session(zero):
-        made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build(model)))
+        made = build(model, dtype)
+        made, optimizer = gm.prepare(made, adamw(made), **(kept or {}))
         steps(made, optimizer, model, **share(count, rank), count=2)
+        saved = state(made, optimizer)
         # On the CPU: the device memory of a session ends with it.
         weights = {name: value.cpu().clone() for name, value in made.state_dict().items()}
         states = optimizer.state_dict()
         for state_of in states["state"].values():
             state_of.update({name: value.cpu() for name, value in state_of.items() if torch.is_tensor(value)})
+        steps(made, optimizer, model, **share(count, rank), count=2)
+        first = state(made, optimizer)
     with session(zero):
-        made = build(model)
+        made = build(model, dtype)
         with torch.no_grad():
             for param in made.parameters():
                 param.fill_(float("nan"))
-        made, optimizer = gm.prepare(made, adamw(made))
+        made, optimizer = gm.prepare(made, adamw(made), **((replaced if replaced is not None else kept) or {}))
         made.load_state_dict(weights)
         optimizer.load_state_dict(states)
-        return {**steps(made, optimizer, model, **share(count, rank), count=2), "state": state(made, optimizer)}
+        loaded = state(made, optimizer)
+        out = steps(made, optimizer, model, **share(count, rank), count=2)
+        return {**out, "state": state(made, optimizer), "saved": saved, "loaded": loaded, "first": first}
 
 
 def saving(*, folder, model, count, dies=False, optimizer=None):

@@ -144,11 +144,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{options} are for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer is a "
                 f"{type(inner).__name__}, which keeps its states as it makes them"
             )
-        if self.session.ranks:
-            raise GeminiError(f"{options} are for one process: several have fp32 states and masters")
         for record in self.records:
-            if record.division is not None:
-                raise GeminiError(f"{options} are for whole parameters: parameter {record.name} is a DTensor")
             rule.splits_master(record)
 
     def find(self, groups):
