@@ -180,8 +180,7 @@ class Session:
                 record.renew_master()
 
     def take_over_written(self) -> None:
-        """Does so before states are read or replaced: otherwise the next pass would, over the states that were loaded.
-        """
+        """Does so before states are read or replaced: otherwise the next pass would, over what was loaded."""
         self.renew_masters()
 
     def take_left(self, early: bool) -> None:
