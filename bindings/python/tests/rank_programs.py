@@ -560,8 +560,7 @@ def divided(*, parts, folder, clip=0.1, **more):
                 made, optimizer = gm.prepare(made, adamw(made), step_in_backward=True)
                 out["early"] = steps(made, optimizer, "tokens", **more)
                 out["early"]["state"] = whole(state(made, optimizer))
-        split = {"masters": "split16"}
-        for name, options in ("fp32", {}), ("split16", split), ("8bit", {**split, "states": "8bit"}):
+        for name, options in ("fp32", {}), ("narrow", {"states": "8bit", "masters": "split16"}):
             with session(zero=2, process_group=data):
                 made = divide(Divided().bfloat16(), mesh["tensor"])
                 made, optimizer = gm.prepare(made, adamw(made), **options)
@@ -793,7 +792,7 @@ def in_all(*, folder, kept):
             loaded = opened.manager.stats()["peak_bytes"]["host"]
             made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early, **kept)
             more = {} if early else {"clip": 0.5}
-            steps(made, optimizer, "llama", **share(count, rank), count=3, **more)
+            steps(made, optimizer, "llama", **share(count, rank), count=2, **more)
             out[way] = loaded, opened.manager.stats()["peak_bytes"]["host"]
             out["parameters"] = sum(param.numel() for param in made.parameters())
     return out
@@ -1027,6 +1026,8 @@ def refusals():
         refused("another class", lambda: gm.prepare(made, type("Mine", (torch.optim.SGD,), {})(made.parameters())))
         sgd = torch.optim.SGD(made.parameters())
         refused("early", lambda: gm.prepare(made, sgd, step_in_backward=True))
+        kept = ("fp32", "split16")[rank]
+        refused("kept", lambda: gm.prepare(made, adamw(made), masters=kept))
         made, optimizer = gm.prepare(made, adamw(made))
         refused("second", lambda: gm.prepare(made, adamw(made)))
         weight = made.transformer.wte.weight

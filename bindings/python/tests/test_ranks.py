@@ -141,6 +141,7 @@ KEPT = {  # by name: how AdamW keeps its states and masters, and what is divided
     "8bit, split16": ({"states": "8bit", "masters": "split16"}, "auto"),
 }
 SPLIT = KEPT["split16"][0]
+RESUMED = {"fp32": ({}, 3), **{name: KEPT[name] for name in ("split16", "8bit, split16")}}
 AT_THE_END = {  # of the backward pass, by name
     **{f"{name} at the end": ("training", {**BF16, "zero": zero, "kept": kept}) for name, (kept, zero) in KEPT.items()},
     "split16, lacking at the end": ("training", {**LACKING_OF_16, "kept": SPLIT}),
@@ -173,7 +174,7 @@ OTHERS = {
     "branches": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]], "unit": "choice", "clip": 0.5}),
     "no unit": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]]}),
     "resumed": ("resumed", {"model": "gpt2"}),
-    **{f"{name} resumed": ("resumed", {**BF16, "kept": kept}) for name, (kept, _) in {"fp32": ({}, 3), **KEPT}.items()},
+    **{f"{name} resumed": ("resumed", {**BF16, "kept": kept}) for name, (kept, _) in RESUMED.items()},
     "split16, clipped": ("training", {**BF16, "kept": SPLIT, "clip": 0.5, "micro": 2}),
     "joined, split16": (
         "joined",
@@ -498,13 +499,12 @@ def test_dtensors_are_divided(tmp_path, processes):
         same_state({"state": one["again"]}, one["made"])
         same_state(one["made"], found[0]["made"])
         assert not any(value.any() for value in one["zero"].values())
-        kept = one["kept"]
-        for kind in "split16", "8bit":
-            same_bits(kept[kind]["loaded"], kept[kind]["state"])
-            same_bits(kept[kind]["state"], found[0]["kept"][kind]["state"])
-            assert kept[kind]["losses"] == pytest.approx(kept["fp32"]["losses"], rel=2e-2)  # in bfloat16
-            masters = [{k: v for k, v in kept[i]["state"].items() if k.endswith("master")} for i in (kind, "fp32")]
-            assert masters[0] and far_apart(*masters) < 0.02
+        fp32, kept = one["kept"]["fp32"], one["kept"]["narrow"]
+        same_bits(kept["loaded"], kept["state"])
+        same_bits(kept["state"], found[0]["kept"]["narrow"]["state"])
+        assert kept["losses"] == pytest.approx(fp32["losses"], rel=2e-2)  # in bfloat16
+        masters = [{name: one["state"][name] for name in fp32["state"] if "master" in name} for one in (kept, fp32)]
+        assert masters[0] and far_apart(*masters) < 0.02
         assert one["shape"] == ((rank_programs.VOCAB, rank_programs.WIDTH), rank_programs.VOCAB * rank_programs.WIDTH)
         assert one["mean"] == pytest.approx(one["made"]["state"]["blocks.0.up.weight"].mean().item(), rel=1e-4)
         assert {"model-part-00001-of-00002.safetensors", "model-part-00002-of-00002.safetensors"} < {*one["files"]}
@@ -592,7 +592,7 @@ def test_ranks_with_less_data_join_with_split_masters(outcomes):
             assert torch.equal(one["state"][name], value) == name.startswith(("choice.2", "choice.3")), name
 
 
-@pytest.mark.parametrize("name", ["fp32", *KEPT])
+@pytest.mark.parametrize("name", RESUMED)
 def test_masters_and_narrow_states_are_copied_and_loaded(outcomes, name):
     """To the bit, also where parameters were loaded just before; and the training goes on as it would have."""
     for one in good(outcomes[2, f"{name} resumed"]):
@@ -751,6 +751,7 @@ def test_what_is_refused(outcomes):
         "early": "step_in_backward is for torch.optim.AdamW and Adam",
         "gradient before": "parameter transformer.wpe.weight has a gradient from before prepare()",
         "second": "a second optimizer",
+        "kept": "rank 1 has AdamW with states='fp32', masters='split16'",
         "read": "transformer.wte.weight.grad: a gradient is divided among the ranks",
         "write": "transformer.wte.weight.grad: a gradient is divided among the ranks",
         "assign": "transformer.wte.weight.grad is set",
