@@ -800,7 +800,7 @@ def in_all(*, folder, kept):
 
 def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
     """Trains, loads the state anew into another model and optimizer, and goes on, as the first ones do. Returns also
-    the state as it was and as it was loaded, and that of the first ones in the end.
+    the states as saved and as loaded, that of the first ones in the end, and that after weights alone were loaded.
 
     kept, replaced: how AdamW keeps its states and masters, before and after loading.
     """
@@ -827,7 +827,9 @@ def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
         optimizer.load_state_dict(states)
         loaded = state(made, optimizer)
         out = steps(made, optimizer, model, **share(count, rank), count=2)
-        return {**out, "state": state(made, optimizer), "saved": saved, "loaded": loaded, "first": first}
+        out.update(state=state(made, optimizer), saved=saved, loaded=loaded, first=first)
+        made.load_state_dict(weights)
+        return {**out, "renewed": state(made, optimizer)}
 
 
 def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32", kept=None):

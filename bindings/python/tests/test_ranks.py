@@ -598,6 +598,8 @@ def test_masters_and_narrow_states_are_copied_and_loaded(outcomes, name):
     for one in good(outcomes[2, f"{name} resumed"]):
         same_bits(one["loaded"], one["saved"])
         same_bits(one["state"], one["first"])
+        for number, (parameter, _) in enumerate(rank_programs.build("llama").named_parameters()):
+            assert torch.equal(one["renewed"][f"{number}.master"], one["saved"][parameter].float()), parameter
 
 
 def test_each_rank_keeps_its_part(outcomes):
