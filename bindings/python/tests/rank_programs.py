@@ -19,6 +19,7 @@ import torch.distributed
 import torch.distributed.device_mesh
 import torch.distributed.tensor.parallel
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
@@ -162,9 +163,9 @@ class Gpt(nn.Module):
 def build(name, dtype="float32"):
     if name == "gpt":
         return Gpt().to(getattr(torch, dtype))
-    if name in ("branches", "8 branches"):
+    if name.endswith("branches"):  # 4, or another number before the word
         torch.manual_seed(0)
-        return Branches(8 if name == "8 branches" else 4).to(getattr(torch, dtype))
+        return Branches(int(name.removesuffix("branches") or 4)).to(getattr(torch, dtype))
     if name == "quantized":
         torch.manual_seed(0)
         return Quantized()
@@ -183,7 +184,7 @@ def build(name, dtype="float32"):
 def rows(name, step, begin, end, length=LENGTH, dtype=torch.float32):
     """Rows of the batch of a step, and the first `length` columns of a text."""
     generator = torch.Generator().manual_seed(step)
-    if name in ("branches", "8 branches", "parallel", "quantized"):
+    if name.endswith("branches") or name in ("parallel", "quantized"):
         ids = torch.randn(ROWS, WIDTH, generator=generator).to(DEVICE, dtype)
         return {"input_ids": ids[begin:end], "labels": ids.sum(1)[begin:end]}
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)[begin:end, :length].to(DEVICE)
@@ -297,11 +298,13 @@ def training(
     rank_order=False,
     early=False,
     strict=True,
+    kept=None,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
 
     adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
+    kept: how AdamW keeps its states and masters, as prepare() has it.
     early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
     """
     rank, count = rank_and_count()
@@ -311,7 +314,9 @@ def training(
         made = build(model, dtype)
         for name, param in made.named_parameters():
             param.requires_grad_(not any(part in name for part in frozen))
-        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), step_in_backward=early)
+        made, optimizer = gm.prepare(
+            made, optimizer_of(made, **(optimizer or {})), step_in_backward=early, **(kept or {})
+        )
         parts = parts_before_the_end(optimizer) if early else []
         if unit:
             gm.unit(made.get_submodule(unit))
@@ -326,17 +331,18 @@ def training(
         return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
 
 
-def joined(*, model, counts, spare, early=False, **more):
+def joined(*, model, counts, spare, early=False, dtype="float32", kept=None, **more):
     """Trains on so many batches, another number on each rank, with branches, spare, that only repeated ones use.
     Returns also which batches were repeated, and what is said of no batch at all on rank 1 and of a wrapper's join().
     """
     rank, count = rank_and_count()
     out = {"losses": [], "idle": [], "norms": []}
     with session(strict=not early, **more):  # with parts, a strict rank would wait for an idle one
-        made = build(model)
-        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early)
+        made = build(model, dtype)
+        made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early, **(kept or {}))
         gm.unit(made.choice)
-        batches = gm.join([rows(model, step, **share(count, rank)) for step in range(counts[rank])])
+        texts = [rows(model, step, **share(count, rank), dtype=getattr(torch, dtype)) for step in range(counts[rank])]
+        batches = gm.join(texts)
         for batch in batches:
             loss = made(**batch, branches=spare if batches.idle else [0, 1])["loss"]
             loss.backward()
@@ -554,6 +560,21 @@ def divided(*, parts, folder, clip=0.1, **more):
                 made, optimizer = gm.prepare(made, adamw(made), step_in_backward=True)
                 out["early"] = steps(made, optimizer, "tokens", **more)
                 out["early"]["state"] = whole(state(made, optimizer))
+        for name, options in ("fp32", {}), ("narrow", {"states": "8bit", "masters": "split16"}):
+            with session(zero=2, process_group=data):
+                made = divide(Divided().bfloat16(), mesh["tensor"])
+                made, optimizer = gm.prepare(made, adamw(made), **options)
+                of_kind = steps(made, optimizer, "tokens", **more, clip=clip)
+                of_kind["state"] = whole(state(made, optimizer))
+                if options:
+                    gm.save(f"{folder}-{name}", made, optimizer)
+            if options:
+                with session(process_group=data):
+                    other = divide(Divided().bfloat16(), mesh["tensor"])
+                    other, optimizer = gm.prepare(other, adamw(other), **options)
+                    gm.load(f"{folder}-{name}", other, optimizer)
+                    of_kind["loaded"] = whole(state(other, optimizer))
+            out.setdefault("kept", {})[name] = of_kind
         with session(process_group=data):
             other = divide(Divided(), mesh["tensor"])
             other, optimizer = gm.prepare(other, adamw(other))
@@ -688,26 +709,70 @@ def of_process(file, field):
         return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def pretrained(*, folder):
-    """Fills the model of a folder in two ways. Returns logits, the host memory that each took, and bytes read."""
+class ReadFromFiles(TorchDispatchMode):
+    """Counts the bytes that torch's functions read from mapped files of weights.
+
+    Attributes:
+        read: So far. Functions that make views, or set_(), read nothing.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.read = 0
+        self.ranges = []
+
+    def look(self):
+        """Looks for files that have been mapped."""
+        with open("/proc/self/maps") as lines:
+            mapped = [line.split() for line in lines if line.rstrip().endswith(".safetensors")]
+        self.ranges = [[int(end, 16) for end in line[0].split("-")] for line in mapped]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name != "aten::set_":
+            for one in args[1:] if func is torch.ops.aten.copy_.default else args:
+                if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                    self.read += one.nbytes * any(begin <= one.data_ptr() < end for begin, end in self.ranges)
+        return out
+
+
+def load_large(opened, folder, way):
+    """The model of a folder, in the session, by from_pretrained() or load_weights(); and the bytes that its loading
+    read from the files, and by how many bytes it grew the process at most.
+    """
     import transformers
 
+    counted = ReadFromFiles()
+    if way == "from_pretrained":
+        take = gm._model.adopt
+
+        def adopt(*args):
+            counted.look()
+            return take(*args)
+
+        gm._model.adopt = adopt  # the files stay mapped while their tensors are taken over
+        try:
+            with gm._Init(opened), counted:
+                made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        finally:
+            gm._model.adopt = take
+        return made, counted.read, 0
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # VmHWM begins anew
+    grown, read = of_process("status", "VmRSS"), of_process("io", "rchar")
+    gm.load_weights(made, folder, verify=False)
+    return made, of_process("io", "rchar") - read, (of_process("status", "VmHWM") - grown) << 10
+
+
+def pretrained(*, folder):
+    """Fills the model of a folder in two ways. Returns logits, the host memory that each took, and bytes read."""
     out, ids = {"folder": folder}, torch.arange(LENGTH)[None]
     for way in "from_pretrained", "load_weights":
         with session() as opened:
-            if way == "from_pretrained":
-                with gm._Init(opened):
-                    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            else:
-                config = transformers.AutoConfig.from_pretrained(folder)
-                with torch.device("meta"):
-                    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-                with open("/proc/self/clear_refs", "w") as file:
-                    file.write("5")  # VmHWM begins anew
-                grown, read = of_process("status", "VmRSS"), of_process("io", "rchar")
-                gm.load_weights(made, folder, verify=False)
-                out["read"] = of_process("io", "rchar") - read
-                out["grown"] = (of_process("status", "VmHWM") - grown) << 10
+            made, out[way, "read"], out[way, "grown"] = load_large(opened, folder, way)
             out[way, "host"] = opened.manager.stats()["peak_bytes"]["host"]
             made = gm.prepare(made.eval())
             with torch.no_grad():
@@ -715,35 +780,65 @@ def pretrained(*, folder):
     return out
 
 
-def resumed(*, model, zero=3):
-    """Trains, loads the state anew into another model and optimizer, and goes on."""
+def in_all(*, folder, kept):
+    """Trains the model of a folder, with clipping or updates in the backward pass. Returns, by way of loading, the most
+    host memory until the model was loaded, and until it was trained.
+    """
+    rank, count = rank_and_count()
+    out = {"parameters": 0}
+    for way, early in ("from_pretrained", False), ("load_weights", True):
+        with session(memory="4MiB", strict=False) as opened:
+            made, _, _ = load_large(opened, folder, way)
+            loaded = opened.manager.stats()["peak_bytes"]["host"]
+            made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early, **kept)
+            more = {} if early else {"clip": 0.5}
+            steps(made, optimizer, "llama", **share(count, rank), count=2, **more)
+            out[way] = loaded, opened.manager.stats()["peak_bytes"]["host"]
+            out["parameters"] = sum(param.numel() for param in made.parameters())
+    return out
+
+
+def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
+    """Trains, loads the state anew into another model and optimizer, and goes on, as the first ones do. Returns also
+    the states as saved and as loaded, that of the first ones in the end, and that after weights alone were loaded.
+
+    kept, replaced: how AdamW keeps its states and masters, before and after loading.
+    """
     rank, count = rank_and_count()
     with session(zero):
-        made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build(model)))
+        made = build(model, dtype)
+        made, optimizer = gm.prepare(made, adamw(made), **(kept or {}))
         steps(made, optimizer, model, **share(count, rank), count=2)
+        saved = state(made, optimizer)
         # On the CPU: the device memory of a session ends with it.
         weights = {name: value.cpu().clone() for name, value in made.state_dict().items()}
         states = optimizer.state_dict()
         for state_of in states["state"].values():
             state_of.update({name: value.cpu() for name, value in state_of.items() if torch.is_tensor(value)})
+        steps(made, optimizer, model, **share(count, rank), count=2)
+        first = state(made, optimizer)
     with session(zero):
-        made = build(model)
+        made = build(model, dtype)
         with torch.no_grad():
             for param in made.parameters():
                 param.fill_(float("nan"))
-        made, optimizer = gm.prepare(made, adamw(made))
+        made, optimizer = gm.prepare(made, adamw(made), **((replaced if replaced is not None else kept) or {}))
         made.load_state_dict(weights)
         optimizer.load_state_dict(states)
-        return {**steps(made, optimizer, model, **share(count, rank), count=2), "state": state(made, optimizer)}
+        loaded = state(made, optimizer)
+        out = steps(made, optimizer, model, **share(count, rank), count=2)
+        out.update(state=state(made, optimizer), saved=saved, loaded=loaded, first=first)
+        made.load_state_dict(weights)
+        return {**out, "renewed": state(made, optimizer)}
 
 
-def saving(*, folder, model, count, dies=False, optimizer=None):
+def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32", kept=None):
     """Trains and saves a checkpoint. dies: rank 1 is killed while it writes its slices of the second one."""
     rank, ranks = rank_and_count()
     with session(deadline=4.0 if dies else 60.0):
-        made = build(model)
-        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
-        out = steps(made, optimizer, model, **share(ranks, rank), count=count)
+        made = build(model, dtype)
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), **(kept or {}))
+        out = steps(made, optimizer, model, **share(ranks, rank), count=count, dtype=getattr(torch, dtype))
         gm.save(folder, made, optimizer, extra={"step": count})
         if dies:
             steps(made, optimizer, model, **share(ranks, rank), count=1)
@@ -753,18 +848,19 @@ def saving(*, folder, model, count, dies=False, optimizer=None):
         return {**out, "state": state(made, optimizer), "folder": folder}
 
 
-def loading(*, folder, model, count, optimizer=None):
+def loading(*, folder, model, count, optimizer=None, dtype="float32", kept=None):
     """Loads a checkpoint into a model of other values, and goes on for `count` steps."""
     rank, ranks = rank_and_count()
     with session():
-        made = build(model)
+        made = build(model, dtype)
         with torch.no_grad():
             for param in made.parameters():
                 param.fill_(float("nan"))
-        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})))
+        made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), **(kept or {}))
         extra = gm.load(folder, made, optimizer)
         loaded = state(made, optimizer)
-        return {**steps(made, optimizer, model, **share(ranks, rank), count=count), "state": loaded, "extra": extra}
+        out = steps(made, optimizer, model, **share(ranks, rank), count=count, dtype=getattr(torch, dtype))
+        return {**out, "state": loaded, "extra": extra}
 
 
 def alone_for_long(*, folder):
@@ -932,6 +1028,8 @@ def refusals():
         refused("another class", lambda: gm.prepare(made, type("Mine", (torch.optim.SGD,), {})(made.parameters())))
         sgd = torch.optim.SGD(made.parameters())
         refused("early", lambda: gm.prepare(made, sgd, step_in_backward=True))
+        kept = ("fp32", "split16")[rank]
+        refused("kept", lambda: gm.prepare(made, adamw(made), masters=kept))
         made, optimizer = gm.prepare(made, adamw(made))
         refused("second", lambda: gm.prepare(made, adamw(made)))
         weight = made.transformer.wte.weight

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import rank_programs
-from test_ranks import NADAM, by_one_process, check, good, run, same_state, start
+from libgemini.torch import narrow
+from test_ranks import NADAM, by_one_process, check, good, run, same_bits, same_state, start
 
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 DRY = os.environ.get("RANK_PROGRAMS_DRY") == "1"  # on the simulated device: tries the programs without a GPU
@@ -45,6 +46,16 @@ CASES = {
     "NAdam": ("training", {"model": "gpt", "zero": 2, "optimizer": {**NADAM, "eps": 1e-3}}),
     "resumed": ("resumed", {"model": "gpt"}),
 }
+SPLIT = {"model": "gpt", "dtype": "bfloat16", "kept": {"masters": "split16"}, "strict": False}
+KEPT = {
+    "split16": ("training", SPLIT),
+    "split16, early": ("training", {**SPLIT, "early": True}),
+    "split16, clipped": ("training", {**SPLIT, "clip": 0.5, "zero": 2}),
+    "8bit, split16": (
+        "resumed",
+        {"model": "gpt", "dtype": "bfloat16", "kept": {"states": "8bit", "masters": "split16"}},
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,6 +73,7 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     cases = {
         **CASES,
+        **KEPT,
         "saving": ("saving", {"folder": str(folder / "saved"), "model": "gpt", "count": 2}),
         "loading": ("loading", {"folder": str(folder / "saved"), "model": "gpt", "count": 1}),
     }
@@ -94,6 +106,22 @@ def test_states_are_copied_and_loaded(outcomes):
     rank_programs.steps(made, optimizer, "gpt", **whole)
     wanted = rank_programs.steps(made, optimizer, "gpt", **whole)
     check(good(outcomes["resumed"]), on_the_cpu({**wanted, "state": rank_programs.state(made, optimizer)}))
+
+
+def test_split_masters_and_narrow_states(outcomes):
+    """The same bits on both ranks, in the backward pass or after it, and after they were copied and loaded."""
+    for name in KEPT:
+        first, second = good(outcomes[name])
+        same_bits(first["state"], second["state"])
+        for number, (parameter, _) in enumerate(rank_programs.build("gpt").named_parameters()):
+            halves = narrow.halves(first["state"][f"{number}.master"].contiguous())
+            assert torch.equal(halves[0].view(torch.int16), first["state"][parameter].view(torch.int16)), parameter
+    same_bits(outcomes["split16, early"][0]["state"], outcomes["split16"][0]["state"])
+    assert all(outcomes["split16, early"][0]["parts"])
+    assert min(outcomes["split16, clipped"][0]["norms"]) > KEPT["split16, clipped"][1]["clip"]
+    found = outcomes["8bit, split16"][0]
+    same_bits(found["loaded"], found["saved"])
+    same_bits(found["state"], found["first"])
 
 
 def test_checkpoints_bring_back_the_same_bits(outcomes):

@@ -327,8 +327,8 @@ def prepare(
             scale each, of which variances get the one above or below stochastically. Losses differ slightly from those
             of fp32.
         masters: How AdamW and Adam keep the fp32 copies of bfloat16 parameters: "fp32", whole; or "split16", the 16
-            bits that the parameter lacks. Nothing is lost, and each parameter takes 2 bytes less, unless
-            step_in_backward has its gradient in the parameter's bytes, which it then cannot. Parameters that lie
+            bits that the parameter lacks. Nothing is lost, and each parameter takes 2 bytes less, unless one process
+            with step_in_backward has its gradient in the parameter's bytes, which it then cannot. Parameters that lie
             exactly between two values of bfloat16 are rounded away from zero.
 
     Returns:

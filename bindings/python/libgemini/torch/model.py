@@ -217,24 +217,21 @@ class Record:
         If it is unknown whether the parameter was written, the copy is updated only if it does not round to the
         parameter.
         """
-        written, self.place.written = self.place.written, False
-        if "master" in self.states and self.session.ranks:
-            self.session.ranks.renew_master(self.place, self.states["master"], written == UNSURE)
-        elif "master" in self.states and self.states["master"].dtype != torch.float32:  # split: see narrow.py
-            master = self.states["master"]
-            if written != UNSURE:  # nothing is left beside what was written
-                master.zero()
-                return
-            values, lower = self.place.read(), master.read()
-            upper, _ = narrow.halves(narrow.joined(values, lower))
-            other = upper.view(torch.int16) != values.view(torch.int16)
-            if other.any():  # the remainder of another value
-                master.write(lower.masked_fill(other, 0))
-        elif "master" in self.states:
-            values, master = self.place.read(), self.states["master"]
-            kept = master.read().to(values.dtype) if written == UNSURE else None
-            if kept is None or not torch.equal(kept.view(torch.int16), values.view(torch.int16)):
-                master.write(values)
+        unsure, self.place.written = self.place.written == UNSURE, False
+        if "master" not in self.states:
+            return
+        place, master, ranks = self.place, self.states["master"], self.session.ranks
+        if ranks:
+            for values, piece in ranks.slices_of_both(place, master):
+                new = narrow.renewed(values, piece, unsure)
+                if new is not None:
+                    piece.copy_(new)
+        elif not unsure:
+            master.zero() if master.dtype == narrow.HALF else master.write(place.read())
+        else:
+            new = narrow.renewed(place.read(), master.read(), unsure)
+            if new is not None:
+                master.write(new)
 
     def replace(self, values):
         """Serves `parameter.data = values`.

@@ -17,9 +17,11 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from .arenas import ALIGNMENT, DTYPES, Place
+from .ranks import SlicedPlace
 
 if typing.TYPE_CHECKING:
     from .model import Record
+    from .ranks import Ranks
 
 # The dtype of momentum and variance in arenas, by prepare()'s option, and what the C library calls it.
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -48,6 +50,27 @@ def halves(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits, nan = masters.view(torch.int32), masters.isnan()
     upper = ((bits + 0x8000) >> 16).masked_fill(nan, 0x7FC0).to(HALF).view(torch.bfloat16)
     return upper, bits.masked_fill(nan, 0).to(HALF)
+
+
+def renewed(values: torch.Tensor, master: torch.Tensor, unsure: bool) -> torch.Tensor | None:
+    """What fp32 copies, or their lower halves, have to be now that the parameters may have been written.
+
+    Args:
+        values: The parameters.
+        master: What their copies, or lower halves, are.
+        unsure: Whether it is unknown if the parameters were written: then copies stay that round to the parameters.
+
+    Returns:
+        New values for master, or None: it stays as it is.
+    """
+    if master.dtype != HALF:
+        kept = unsure and torch.equal(master.to(values.dtype).view(HALF), values.view(HALF))
+        return None if kept else values
+    if not unsure:
+        return torch.zeros_like(master)  # nothing is left beside what was written
+    upper, _ = halves(joined(values, master))
+    other = upper.view(HALF) != values.view(HALF)  # there, it is the remainder of another value
+    return master.masked_fill(other, 0) if other.any() else None
 
 
 # ---- 8-bit codes, as bindings/update/kernel.h reads and writes them; update.h says what they are
@@ -158,19 +181,26 @@ def state_place(record: Record, kind: str, dtype: torch.dtype) -> Place:
     elements = -(-place.elements // BLOCK) * BLOCK
     first = place.offset // place.dtype.itemsize
     arena = arenas.arena(kind, dtype, place.arena)
-    out = Place(record.session, arena, first, (elements,), dtype, f"{place.name}.{kind}")
+    out = arenas.place_type(arena)(record.session, arena, first, (elements,), dtype, f"{place.name}.{kind}")
     out.follows = place
     return out
 
 
-def _take(place: Place, begin: int, count: int) -> torch.Tensor:
+def _take(place: Place, begin: int, count: int, own: bool) -> torch.Tensor:
+    """Copies elements from begin on; own: this rank keeps all of them, otherwise all ranks have to call it."""
     out = torch.empty(count, dtype=place.dtype, device="cpu")
-    place.read_to(out, begin)
+    if own and isinstance(place, SlicedPlace):
+        for first, piece in place.host_pieces(abi.READ, begin, begin + count):
+            out[first - begin : first - begin + piece.numel()].copy_(piece)
+    else:
+        place.read_to(out, begin)
     return out
 
 
 def _put(place: Place, begin: int, values: torch.Tensor) -> None:
-    """Writes elements from begin on. A host without room has them written on the device."""
+    """Writes elements from begin on, on several ranks those of them that this rank keeps. A host without room has them
+    written on the device, by one process.
+    """
     end = begin + values.numel()
     for pieces in place.host_pieces, place.device_pieces:
         try:
@@ -178,7 +208,7 @@ def _put(place: Place, begin: int, values: torch.Tensor) -> None:
                 piece.copy_(values[first - begin : first - begin + piece.numel()])
             return
         except GeminiError as error:
-            if error.status != "OOM_HOST" or pieces == place.device_pieces:
+            if error.status != "OOM_HOST" or pieces == place.device_pieces or isinstance(place, SlicedPlace):
                 raise
 
 
@@ -201,21 +231,52 @@ class Narrow:
         self.shape, self.elements = param.shape, param.elements
         self.contiguous = param.contiguous
 
-    def pieces(self) -> typing.Iterator[tuple[int, torch.Tensor]]:
+    @property
+    def sliced(self) -> bool:
+        """Whether it is divided among ranks, in the same elements as the parameter."""
+        return isinstance(self.place, SlicedPlace)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that it is divided among."""
+        assert isinstance(self.place, SlicedPlace)
+        return self.place.ranks
+
+    def own_ranges(self, most: int) -> typing.Iterator[tuple[int, int]]:
+        """The elements that this process keeps, in the order of the elements in memory: whole blocks, but for the end.
+
+        Args:
+            most: The elements of a range at most, a multiple of BLOCK.
+
+        Yields:
+            The first element of a range, and the element behind it.
+        """
+        if isinstance(self.place, SlicedPlace):
+            yield from self.place.parts(0, self.elements, most)
+            return
+        for first in range(0, self.elements, most):
+            yield first, min(first + most, self.elements)
+
+    def pieces(self, own: bool = False) -> typing.Iterator[tuple[int, torch.Tensor]]:
         """Copies the values, in the order of the elements in memory.
+
+        Args:
+            own: Only what this process keeps. Otherwise all ranks have to call it.
 
         Yields:
             The first element of a piece, and a CPU tensor of one dimension.
         """
-        for first in range(0, self.elements, PIECE_ELEMENTS):
-            count = min(PIECE_ELEMENTS, self.elements - first)
+        most = PIECE_ELEMENTS
+        whole = ((first, min(first + most, self.elements)) for first in range(0, self.elements, most))
+        for first, last in self.own_ranges(most) if own else whole:
+            count = last - first
             if self.place.dtype == torch.uint8:
-                codes = _take(self.place, first, -(-count // BLOCK) * BLOCK)
+                codes = _take(self.place, first, -(-count // BLOCK) * BLOCK, own)
                 yield first, decoded(codes.view(-1, BLOCK), self.top).view(-1)[:count]
             elif self.kind == "master":
-                yield first, joined(_take(self.param, first, count), _take(self.place, first, count))
+                yield first, joined(_take(self.param, first, count, own), _take(self.place, first, count, own))
             else:
-                yield first, _take(self.place, first, count).float()
+                yield first, _take(self.place, first, count, own).float()
 
     @property
     def top(self) -> int:
@@ -223,7 +284,7 @@ class Narrow:
         return 6 if self.kind == "momentum" else 7
 
     def put(self, first: int, values: torch.Tensor) -> None:
-        """Writes fp32 values of one dimension, on the CPU. Masters bring their parameter.
+        """Writes fp32 values of one dimension, on the CPU. Masters bring their parameter. A rank writes what it keeps.
 
         Args:
             first: The element that they begin with, a multiple of BLOCK.
@@ -241,7 +302,7 @@ class Narrow:
             _put(self.place, first, values.to(self.place.dtype))
 
     def read(self) -> torch.Tensor:
-        """Copies the values to a CPU tensor with the strides of the place."""
+        """Copies the values to a CPU tensor with the strides of the place. All ranks have to call it."""
         out = torch.empty_strided(self.shape, self.param.stride, dtype=torch.float32, device="cpu")
         flat = out.as_strided((self.elements,), (1,))
         for first, piece in self.pieces():

@@ -60,7 +60,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             GeminiError: The optimizer was prepared before, has made steps, has a parameter that is not in the session,
-                or is of a class that is not supported.
+                is of a class that is not supported, or is another one on another rank.
             TypeError: inner is not a torch.optim.Optimizer.
             ValueError: states or masters is none of the values of prepare().
         """
@@ -114,6 +114,9 @@ class Optimizer(torch.optim.Optimizer):
                 raise GeminiError(
                     "step_in_backward has to be known when the model is prepared: give it to the first prepare()"
                 )
+        if session.ranks:
+            kind = f"{type(inner).__name__} with states={states!r}, masters={masters!r}"
+            session.ranks.check_layout("optimizers", [f"{kind}, step_in_backward={step_in_backward}"])
         session.backward.settle()
         # The states of an earlier optimizer end.
         for record in self.records:
@@ -144,11 +147,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{options} are for torch.optim.AdamW and Adam, without amsgrad or maximize: the optimizer is a "
                 f"{type(inner).__name__}, which keeps its states as it makes them"
             )
-        if self.session.ranks:
-            raise GeminiError(f"{options} are for one process: several have fp32 states and masters")
         for record in self.records:
-            if record.division is not None:
-                raise GeminiError(f"{options} are for whole parameters: parameter {record.name} is a DTensor")
             rule.splits_master(record)
 
     def find(self, groups):

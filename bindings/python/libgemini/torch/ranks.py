@@ -522,17 +522,20 @@ class Ranks:
                 if self.rank:
                     buffer.data.copy_(typing.cast(torch.Tensor, values[0]))
 
-    def renew_master(self, place: Place, master: Place, unsure: bool) -> None:
-        """Makes this rank's slices of fp32 copies what the parameters are. See Record.renew_master()."""
+    def slices_of_both(self, place: Place, state: Place) -> typing.Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Acquires this rank's slices of a state on the host, for reading and writing, one piece after another.
+
+        Yields:
+            A copy of the same elements of the parameter, and the piece, both of one dimension; the piece is valid until
+            the next one.
+        """
         assert isinstance(place, SlicedPlace)
         for first, last in place.parts(0, place.elements, PIECE_BYTES // 4):
             values = torch.empty(last - first, dtype=place.dtype, device="cpu")
             for _, piece in place.host_pieces(abi.READ, first, last):
                 values.copy_(piece)
-            for _, piece in master.host_pieces(abi.READ_WRITE, first, last):
-                if unsure and torch.equal(piece.to(values.dtype).view(torch.int16), values.view(torch.int16)):
-                    continue
-                piece.copy_(values)
+            for _, piece in state.host_pieces(abi.READ_WRITE, first, last):
+                yield values, piece
 
     # ---- gradients
     def backward_begins(self) -> None:

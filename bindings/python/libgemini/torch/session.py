@@ -180,11 +180,8 @@ class Session:
                 record.renew_master()
 
     def take_over_written(self) -> None:
-        """Does so before states are read or replaced: otherwise the next pass would, over the states that were loaded.
-        Several ranks do it in their next pass only, together.
-        """
-        if not self.ranks:
-            self.renew_masters()
+        """Does so before states are read or replaced: otherwise the next pass would, over what was loaded."""
+        self.renew_masters()
 
     def take_left(self, early: bool) -> None:
         """Takes the gradients that autograd still holds after an exception or an interrupt.

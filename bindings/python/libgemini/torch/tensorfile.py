@@ -164,7 +164,7 @@ def write(path, tensors, progress, ranks=None):
 
 
 def _store(fd, value, offset, size, first):
-    sliced = isinstance(value, SlicedPlace)
+    sliced = value.sliced if isinstance(value, Narrow) else isinstance(value, SlicedPlace)
     if not size or not (first or sliced):
         return
     if sliced and not value.contiguous:  # all ranks read it
@@ -173,7 +173,7 @@ def _store(fd, value, offset, size, first):
         if first:
             _write(fd, _bytes_of(values), offset)
     elif isinstance(value, Narrow) and value.contiguous:
-        for at, piece in value.pieces():
+        for at, piece in value.pieces(own=True):
             _write(fd, _bytes_of(piece), offset + at * value.dtype.itemsize)
     elif isinstance(value, Narrow):
         _write(fd, _bytes_of(value.read().contiguous()), offset)
@@ -260,8 +260,8 @@ def read(entry, fd, target, borrows=False):
                     _convert(entry, fd, first, piece)
             return
         if isinstance(target, Narrow) and target.contiguous:
-            for first in range(0, target.elements, PIECE_BYTES // 4):
-                piece = torch.empty(min(PIECE_BYTES // 4, target.elements - first), dtype=torch.float32)
+            for first, last in target.own_ranges(PIECE_BYTES // 4):
+                piece = torch.empty(last - first, dtype=torch.float32)
                 _convert(entry, fd, first, piece)
                 target.put(first, piece)
             return
