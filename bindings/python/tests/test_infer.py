@@ -457,6 +457,32 @@ def test_weights_in_files_are_written_once(session, tmp_path):
     assert moved("device to host") == moved("host to file") == 0
 
 
+@pytest.mark.parametrize("within", ["building", "infer", "texts", "all"])
+def test_inference_mode(session, within):
+    """What is made in inference mode has no versions by which torch tells writes: weights are only read all the same."""
+
+    def mode(what):
+        return torch.inference_mode(within in (what, "all"))
+
+    def quantized():
+        model = llama(layers=2)
+        model.register_buffer("codes", torch.arange(CHUNK, dtype=torch.int32).remainder(7))  # managed, as GPTQ's are
+        model.register_forward_pre_hook(lambda module, _: None if module.codes.any() else None)
+        return model
+
+    want = generate(quantized(), prompt(1, 8))
+    session(share_of(llama(layers=2), 0.4))
+    with mode("building"):
+        model = quantized()
+    with mode("infer"):
+        model = gm.infer(model)
+    with mode("texts"):
+        texts = [generate(model, prompt(1, 8)) for _ in range(2)]
+    assert all(torch.equal(text, want) for text in texts)
+    assert moved("device to host") == 0
+    assert not any(weight.is_inference() for weight in (*model.parameters(), model.codes))
+
+
 # ---- what is refused
 def test_training_is_refused(session):
     session("2MiB")

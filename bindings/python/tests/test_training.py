@@ -69,6 +69,22 @@ def trained(model, optimizer, steps=4, loss_of=square, before_step=None):
     return train(model, optimizer, steps, loss_then_leave, leave_then_step)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_was_built_in_inference_mode(session, inside):
+    """Torch alone cannot train it: it trains as one that was built outside. inside: within init(), too."""
+    torch.manual_seed(0)
+    plain = mlp(2)
+    wanted = trained(plain, sgd(plain.parameters()))
+    building = session("512KiB")
+    torch.manual_seed(0)
+    with building if inside else contextlib.nullcontext(), torch.inference_mode():
+        model = mlp(2)
+        model[0][0].register_buffer("part", model[0][0].weight.data[:2])
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+    same_bits(trained(model, optimizer), wanted)
+    same_bits([model[0][0].part], [plain[0][0].weight[:2]])
+
+
 # ---- modules
 class Tied(nn.Module):
     """An embedding that is also the head, a module used several times, a parameter used directly."""

@@ -121,7 +121,9 @@ class Place:
         self.name = name
         base = session.arenas.arena_base(arena)
         self.address = base + offset if base else 0  # 0: it has no address on the device
-        self.tensor = self.make_tensor(stride)
+        # Not an inference tensor, wherever it is made: those have no versions, which tell what was written.
+        with torch.inference_mode(False):
+            self.tensor = self.make_tensor(stride)
         self.stride = tuple(self.tensor.stride())  # in elements; dense
 
     def make_tensor(self, stride: typing.Sequence[int] | None) -> torch.Tensor:

@@ -185,9 +185,12 @@ class Record:
         """Makes the parameter a managed one, over its place."""
         param = self.param
         with _plain():
-            # A parameter on the meta device cannot be given data, so it is swapped.
-            if param.is_meta:
-                other = nn.Parameter(self.place.tensor, param.requires_grad)
+            # A parameter on the meta device cannot be given data. One that was made in inference mode would have no
+            # versions afterwards, which tell what was written. So they are swapped.
+            if param.is_meta or param.is_inference():
+                with torch.inference_mode(False):
+                    other = nn.Parameter(self.place.tensor, param.requires_grad)
+                other.__class__ = type(param)
                 other.__dict__.update(param.__dict__)
                 self.reference = None  # torch refuses to swap objects with weak references
                 torch.utils.swap_tensors(param, other)
@@ -686,7 +689,6 @@ def are_weights(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if type(buffer) is torch.Tensor
         and not buffer.requires_grad
-        and not buffer.is_inference()
         and buffer.dtype in PACKED
         and can_wrap(buffer.dtype)
         and (buffer.is_meta or has_storage(buffer) and shared(buffer) is False and not buffer.is_shared())
@@ -707,7 +709,7 @@ def adopt_buffer(session: Session, buffer: torch.Tensor, name: str, fill: bool =
     place.register(name)
     if fill:
         place.write(buffer)
-    if buffer.is_meta:
+    if buffer.is_meta or buffer.is_inference():  # as in Record.become_managed()
         attributes = dict(vars(buffer))
         torch.utils.swap_tensors(buffer, managed_view(place))
         buffer.__dict__.update(attributes)
@@ -1166,7 +1168,12 @@ class Model:
 
     def become_view(self, buffer, place, first):
         with _plain():
-            buffer.data = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
+            view = place.tensor.as_strided(buffer.shape, buffer.stride(), first)
+            if buffer.is_inference():  # as in Record.become_managed()
+                view.__dict__.update(vars(buffer))
+                torch.utils.swap_tensors(buffer, view)
+            else:
+                buffer.data = view
         buffer.__class__ = ManagedTensor
         buffer._gm_place = place
         if is_number(buffer):
