@@ -6,8 +6,10 @@ SPDX-License-Identifier: Apache-2.0
 import copy
 import os
 import pickle
+import re
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -52,6 +54,77 @@ def adversaries(managed, steps=4):
         make.step()
         out.append(loss.detach())
     return out + [value for model in (maker, judge) for value in values(model).values()]
+
+
+def in_a_thread(function):
+    """Calls a function in a thread of its own. Returns what it has raised, or None."""
+    raised: list[BaseException | None] = [None]
+
+    def run():
+        try:
+            function()
+        except BaseException as error:
+            raised[0] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0]
+
+
+def test_one_thread_at_a_time(session):
+    """Threads may take turns. One that comes in the middle of another one's pass is refused, as it would release what
+    that uses; and the step goes on as if nothing had been."""
+    said = []
+
+    def run(model, optimizer, managed):
+        losses = []
+
+        def step(i):
+            loss = model(data(i)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+
+        def meddle(*_):
+            if managed:
+                for call in (
+                    lambda: model(data()),
+                    lambda: other(data()),
+                    lambda: early.backward(retain_graph=True),
+                    optimizer.step,
+                ):
+                    said.append(in_a_thread(call))
+
+        step(0)
+        assert in_a_thread(lambda: step(1)) is None
+        other = mlp(1)
+        if managed:
+            other = gm.prepare(other)
+        early = model[0](data()).sum()
+        hooks = model[1].register_forward_pre_hook(meddle), model[1].register_full_backward_pre_hook(meddle)
+        step(2)
+        for hook in hooks:
+            hook.remove()
+        step(3)
+        return losses
+
+    torch.manual_seed(0)
+    model = mlp()
+    wanted = run(model, sgd(model.parameters()), False), values(model)
+    session("512KiB")
+    torch.manual_seed(0)
+    model, optimizer = gm.prepare(ours := mlp(), sgd(ours.parameters()))
+    same_bits(run(model, optimizer, True), wanted[0])
+    same_bits(values(model), wanted[1])
+    forward, backward = said[:4], said[4:]
+    names = ("Sequential", "Sequential", r"backward\(\)", r"optimizer.step\(\)")
+    for errors, runs in (forward, "forward"), (backward, "backward"):
+        assert len(errors) == 4
+        for name, error in zip(names, errors):
+            assert re.match(rf"{name} is called while another thread runs a {runs} pass.*take turns", str(error)), error
+            assert error.status == "BUSY"
 
 
 def test_two_models_and_optimizers(session):

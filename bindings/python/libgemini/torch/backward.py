@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import threading
 import typing
 
 import torch
@@ -66,6 +67,12 @@ class Backward:
         task = internals.graph_task()
         if self.task == task:
             return
+        brackets = self.session.brackets
+        if brackets.threads and not internals.runs_backward(brackets.threads[0]):  # nor is it within that forward pass
+            brackets.refuse("backward()", "a forward pass of a model")
+        # On a GPU one thread of autograd's runs the functions of all passes.
+        if self.is_open and not self.session.cuda and internals.runs_backward_beside(threading.get_ident()):
+            brackets.refuse("backward()", "a backward pass")
         self.task = task  # the one before has ended, by an exception, or this one is inside it
         internals.after_backward(self.settle)
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)

@@ -9,7 +9,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import typing
 import warnings
 import weakref
@@ -18,6 +20,8 @@ import torch
 
 from .. import abi
 from ..abi import GeminiError
+from . import internals
+from .arenas import in_backward
 
 if typing.TYPE_CHECKING:
     from .session import Session
@@ -55,6 +59,7 @@ class Brackets:
         op_open: Whether an operator is open.
         op_number: How many operators have begun so far.
         depth: How many forward passes of prepared models are running, one inside another.
+        threads: The threads of these, the outermost first, by number.
     """
 
     def __init__(self, session: Session) -> None:
@@ -67,6 +72,43 @@ class Brackets:
         self.op_open = False
         self.op_number = 0  # operators that began so far
         self.depth = 0  # forward passes of these that run, one within the other
+        self.threads: list[int] = []
+
+    @contextlib.contextmanager
+    def one_thread(self, name: str) -> typing.Iterator[None]:
+        """A context manager around a forward pass: while it runs, other threads are refused.
+
+        Args:
+            name: Of the module that is called, for messages.
+
+        Raises:
+            GeminiError: Status "BUSY": a forward or a backward pass runs in another thread.
+        """
+        me = threading.get_ident()
+        try:
+            self.threads.append(me)  # one of two threads comes first: this is one step to Python
+            self.refuse_others(name)
+            yield
+        finally:
+            if me in self.threads:
+                self.threads.remove(me)
+
+    def refuse_others(self, name: str) -> None:
+        """Raises GeminiError if a forward or a backward pass runs in another thread. name: of what is called."""
+        me = threading.get_ident()
+        if in_backward():  # whose functions, such as a checkpoint's, run on threads of autograd's
+            return
+        if self.threads and self.threads[0] != me:
+            self.refuse(name, "a forward pass of a model")
+        if self.session.backward.is_open and internals.runs_backward_beside(me):
+            self.refuse(name, "a backward pass")
+
+    def refuse(self, name: str, what: str) -> typing.NoReturn:
+        raise GeminiError(
+            f"{name} is called while another thread runs {what} of this session: one thread at a time may use its "
+            "models and optimizers. Let threads take turns, for example by a threading.Lock around each step or text",
+            "BUSY",
+        )
 
     def op_begin(self, name: bytes) -> None:
         """Ends the open operator. Begins another one if an iteration is open."""

@@ -177,6 +177,22 @@ graph_task = find(torch, "_C._current_graph_task_id")  # the number of the backw
 after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback")
 
 
+_engine = find(torch, "autograd.graph._engine_run_backward")  # which backward() and grad() call
+
+
+def runs_backward(thread):
+    """Whether a thread, given by its number, has called backward() or grad(), and waits for the end."""
+    frame = sys._current_frames().get(thread)
+    while frame and frame.f_code is not _engine.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def runs_backward_beside(thread):
+    """Whether another thread than this one has."""
+    return any(other != thread and runs_backward(other) for other in sys._current_frames())
+
+
 def note_write(tensor):
     """Increments the version of a tensor whose bytes were written without torch.
 

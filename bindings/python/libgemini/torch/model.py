@@ -1228,6 +1228,11 @@ class Model:
 
         It begins an iteration, or continues one that has gradients.
         """
+        with self.session.brackets.one_thread(type(self.module).__name__):
+            yield from self.one_pass(args, kwargs)
+
+    def one_pass(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> typing.Iterator[None]:
+        """Yields once, within the pass; see forward()."""
         session = self.session
         outer = session.brackets.depth
         try:

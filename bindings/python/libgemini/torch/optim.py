@@ -257,6 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         """Makes a step; see step()."""
         session, loss = self.session, None
         session.refuse_closed("optimizer.step()")
+        session.brackets.refuse_others("optimizer.step()")
         if self.rule.by_parameter:
             if args or kwargs:
                 raise TypeError(f"step() of {type(self.inner).__name__} takes a closure and nothing else")
