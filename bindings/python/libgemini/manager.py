@@ -1270,6 +1270,8 @@ class Manager:
                 changed. Otherwise as update().
         """
         self._calls.check()
+        if not 1 <= step < 1 << 64:  # ctypes would cut it
+            raise abi.GeminiError(f"step is {step}, want at least 1 and less than 2**64", "INVALID")
         rule = abi.Adamw(
             param_dtype=_code(DTYPES, param_dtype, "param_dtype"),
             grad_dtype=_code(DTYPES, grad_dtype, "grad_dtype"),

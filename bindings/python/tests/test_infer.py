@@ -459,7 +459,7 @@ def test_weights_in_files_are_written_once(session, tmp_path):
 
 @pytest.mark.parametrize("within", ["building", "infer", "texts", "all"])
 def test_inference_mode(session, within):
-    """What is made in inference mode has no versions by which torch tells writes: weights are only read all the same."""
+    """What is made in inference mode has no versions, by which torch tells writes: weights are only read, even so."""
 
     def mode(what):
         return torch.inference_mode(within in (what, "all"))

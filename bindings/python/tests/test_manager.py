@@ -766,3 +766,15 @@ def test_trace_and_timeline(tmp_path):
     with manager:
         manager.trace_load(tmp_path / "trace")
         assert manager.stats()["plans"] == 1 and not manager.explain().startswith("No plan yet")
+
+
+@pytest.mark.parametrize("step", [0, -1, 1 << 64])
+def test_adamw_refuses_numbers_of_steps(step):
+    """A negative one would become a large one, whose moments count as complete."""
+    with Manager(device_memory="1MiB", host_memory="4MiB", chunk_size="64KiB") as manager:
+        master = manager.arena("master", element_bytes=4)
+        manager.tensor(master, "weight", 4096)
+        states = {kind: manager.arena(kind, element_bytes=4, like=master) for kind in ("grad", "momentum", "variance")}
+        with pytest.raises(abi.GeminiError, match=f"step is {step}, want at least 1") as raised:
+            manager.adamw(step=step, master=master, **states)
+        assert raised.value.status == "INVALID"
