@@ -734,10 +734,10 @@ static gemini_status_t round_is_due(gmi_manager_t *m, gmi_arena_t *whole) {
     written = gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);
   if (whole->shard.due || whole->shard.reduced || (!written && whole->shard.since == m->bracket.op_serial_next))
     return GEMINI_OK;
-  bool *all = calloc(g->reduce.ranks, sizeof *all);
-  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->reduce.ranks);
+  bool *all = calloc(g->ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->ranks);
   gemini_status_t status = gmi_group_exchange_locked(m, g, &written, sizeof written, all, whole->name);
-  for (uint32_t r = 0; !status && r < g->reduce.ranks; r++) whole->shard.due |= all[r];
+  for (uint32_t r = 0; !status && r < g->ranks; r++) whole->shard.due |= all[r];
   if (!status) whole->shard.since = m->bracket.op_serial_next;
   free(all);
   return status;

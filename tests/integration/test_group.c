@@ -197,13 +197,19 @@ static gemini_status_t table_broadcast(void *user, void *buffer, uint64_t bytes,
   if (!status) memcpy(buffer, u->area->bytes[root], bytes);
   return status;
 }
-/* Adds count values from value `first` of all ranks, in the order of ranks. */
+/* Adds count values from value `first` of all ranks, in the order of ranks; of replicas, inside them first. */
 static void add_all(const table_user_t *u, void *to, uint64_t first, uint64_t count, uint32_t dtype) {
   const uint32_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
   for (uint64_t i = 0; i < count; i++) {
-    float sum = get_value(u->area->bytes[0], first + i, width);
-    for (uint32_t r = 1; r < u->ranks; r++) sum += get_value(u->area->bytes[r], first + i, width);
-    put_value(to, i, width, sum);
+    float sum = 0, replica = 0, all = 0;
+    for (uint32_t r = 0; r < u->ranks; r++) {
+      const float value = get_value(u->area->bytes[r], first + i, width);
+      sum = r % u->slices ? sum + value : value;
+      if ((r + 1) % u->slices) continue;
+      put_value(&replica, 0, width, sum);
+      all = r < u->slices ? get_value(&replica, 0, width) : all + get_value(&replica, 0, width);
+    }
+    put_value(to, i, width, all);
   }
 }
 static gemini_status_t table_scatter(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
@@ -299,14 +305,33 @@ static void test_training_over_functions_of_the_caller(void) {
   process_check(before);
 }
 
-/* Hybrid sharding: two groups of two ranks have a model each, and sums are those of all four ranks, in their order. */
+/* ---- hybrid sharding: two replicas of two ranks */
+static void test_replicas_train_over_shared_memory(void) {
+  process_t before = process_now();
+  for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+    shape_t shape = { .ranks = 4, .replicas = 2, .stage = stage, .device_chunks = 64, .host_chunks = 96 };
+    shape.element_bytes = stage == GEMINI_ZERO_GRADIENTS ? 4 : 2;
+    shape.unused = stage == GEMINI_ZERO_PARAMS;
+    if (stage == GEMINI_ZERO_STATES) shape.micro_batches = 2;
+    if (stage == GEMINI_ZERO_GRADIENTS) shape.micro_batches = 1, shape.parts = true;
+    if (stage == GEMINI_ZERO_PARAMS) shape.device_chunks = 24, shape.host_chunks = 16, shape.file_chunks = 100;
+    train(&shape);
+  }
+  shape_t copies = { .ranks = 3, .replicas = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 64, .host_chunks = 96 };
+  copies.element_bytes = 4; /* replicas of one rank: nothing is gathered */
+  train(&copies);
+  process_check(before);
+}
+
 static gemini_group_config_t config_of_replicas(void *user, uint32_t rank) {
   area_t *areas = user;
-  gemini_group_config_t c = config_of_tables(areas + rank / 2 * GEMINI_GROUP_COMMS, rank % 2, 2, 0, 0);
-  own_tables.users[1] = (table_user_t){ .area = &areas[1], .rank = rank, .ranks = 4, .slice = rank % 2, .slices = 2 };
+  gemini_group_config_t c = config_of_tables(areas, rank, 4, 0, 0);
+  own_tables.users[0] = (table_user_t){ .area = &areas[rank / 2 * 3], .rank = rank % 2, .ranks = 2 };
+  own_tables.users[1].slice = rank % 2;
+  own_tables.users[1].slices = 2;
   return c;
 }
-static void test_hybrid_sharding_over_functions_of_the_caller(void) {
+static void test_replicas_train_over_functions_of_the_caller(void) {
   process_t before = process_now();
   for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
     shape_t shape = { .ranks = 4, .replicas = 2, .stage = stage, .device_chunks = 64, .host_chunks = 64 };
@@ -615,7 +640,8 @@ int main(void) {
   RUN(test_parts_are_updated_in_the_backward_pass);
   RUN(test_failing_ranks_are_named_by_all_others);
   RUN(test_training_over_functions_of_the_caller);
-  RUN(test_hybrid_sharding_over_functions_of_the_caller);
+  RUN(test_replicas_train_over_shared_memory);
+  RUN(test_replicas_train_over_functions_of_the_caller);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
   RUN(test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood);

@@ -338,18 +338,18 @@ static void test_ids_and_ranks_that_do_not_fit_are_refused(void) {
   CHECK_EQ(gmi_comm_shared_id(0, &id), GEMINI_ERR_INVALID);
   CHECK_EQ(gmi_comm_shared_id(1025, &id), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "ranks is 1025, must be 1 to 1024");
-  CHECK_EQ(gmi_comm_shared_join(&other, &(gmi_comm_config_t){ 0, 1, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&other, &(gmi_comm_config_t){ 0, 1, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "not one of a group");
   id = comm_world_id(2);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "ranks is 3, the id is of a group of 2");
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 2, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 2, 2, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "rank is 2, must be below ranks, 2");
   uint64_t begin = (uint64_t)time(NULL);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 2, 50000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 2, 50000000, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK_SAYS(gmi_fail_message(), "rank 0 waited 0.05 s for ranks to join: of 2 ranks these are missing: 1");
   CHECK((uint64_t)time(NULL) - begin < 60);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "or its rank 0 has joined already");
   CHECK(!comm.ops);
   process_check(before);
@@ -362,7 +362,7 @@ typedef struct {
 static void *join_as_1(void *user) {
   twice_t *t = user;
   gmi_comm_t comm = { 0 };
-  gemini_status_t status = gmi_comm_shared_join(&t->id, &(gmi_comm_config_t){ 1, 2, COMM_WORLD_DEADLINE_NS }, &comm);
+  gemini_status_t status = gmi_comm_shared_join(&t->id, &(gmi_comm_config_t){ 1, 2, COMM_WORLD_DEADLINE_NS, 0 }, &comm);
   if (status == GEMINI_ERR_EXISTS) {
     CHECK_SAYS(gmi_fail_message(), "rank 1 has joined already, in process ");
     t->refused++;
@@ -379,7 +379,7 @@ static void test_a_rank_joins_once(void) {
   for (int i = 0; i < 2; i++) CHECK(!pthread_create(&threads[i], NULL, join_as_1, &t));
   while (!t.refused) nanosleep(&(struct timespec){ 0, 1000000 }, NULL); /* the other one waits for rank 0 */
   gmi_comm_t comm = { 0 };
-  CHECK_EQ(gmi_comm_shared_join(&t.id, &(gmi_comm_config_t){ 0, 2, COMM_WORLD_DEADLINE_NS }, &comm), GEMINI_OK);
+  CHECK_EQ(gmi_comm_shared_join(&t.id, &(gmi_comm_config_t){ 0, 2, COMM_WORLD_DEADLINE_NS, 0 }, &comm), GEMINI_OK);
   for (int i = 0; i < 2; i++) CHECK(!pthread_join(threads[i], NULL));
   CHECK_EQ(t.refused, 1);
   CHECK_EQ(t.joined, 1);
@@ -392,7 +392,7 @@ static void test_a_rank_killed_before_all_have_joined_is_named(void) {
   gmi_comm_t comm = { 0 };
   pid_t child = fork_child();
   if (!child) {
-    (void)gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 3, COMM_WORLD_DEADLINE_NS }, &comm);
+    (void)gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 3, COMM_WORLD_DEADLINE_NS, 0 }, &comm);
     _exit(1);
   }
   nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
@@ -400,7 +400,7 @@ static void test_a_rank_killed_before_all_have_joined_is_named(void) {
   int end;
   CHECK_EQ(waitpid(child, &end, 0), child);
   /* It was killed before or after it joined: it is missing, or it has ended. */
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK(strstr(gmi_fail_message(), "rank 1 (process ") || strstr(gmi_fail_message(), "are missing: 1, 2"));
   process_check(before);
 }
@@ -420,7 +420,7 @@ static void test_the_id_of_a_process_that_has_ended(void) {
   close(ends[0]);
   close(ends[1]);
   gmi_comm_t comm = { 0 };
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK_SAYS(gmi_fail_message(), "which made the id, has ended");
 }
 

@@ -97,7 +97,8 @@ static gmi_comm_t open_comm(table_t *t, uint32_t rank, uint32_t ranks) {
   gmi_comm_t comm;
   gemini_comm_t table = functions(t);
   const gmi_comm_listener_t listener = { listen_fn, t };
-  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", rank, ranks, listener, &comm), GEMINI_OK);
+  const gmi_comm_config_t config = { rank, ranks, 0, 0 };
+  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, listener, &comm), GEMINI_OK);
   memset(&table, 0xEE, sizeof table); /* it is borrowed until return */
   CHECK_EQ(comm.rank, rank);
   CHECK_EQ(comm.ranks, ranks);
@@ -228,7 +229,8 @@ static void test_abort_fails_every_later_call(void) {
     gmi_comm_t comm;
     gemini_comm_t table = functions(&t);
     if (!has) table.abort = NULL, table.poll = NULL;
-    CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", 1, 3, (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
+    CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &(gmi_comm_config_t){ 1, 3, 0, 0 },
+                                  (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
     CHECK_EQ(comm.ops->poll(comm.self), GEMINI_OK);
     comm.ops->abort(comm.self, "no room");
     CHECK_EQ(t.aborts, has);
@@ -268,7 +270,8 @@ static void test_a_table_may_lack_what_is_not_needed(void) {
     if (i == 2) table.exchange = all.exchange;
     for (int k = 0; k < 3; k++) {
       gemini_status_t status =
-          gmi_comm_caller_open(&table, needs[k], "comms[9]", 0, 2, (gmi_comm_listener_t){ 0 }, &comm);
+          gmi_comm_caller_open(&table, needs[k], "comms[9]", &(gmi_comm_config_t){ 0, 2, 0, 0 },
+                               (gmi_comm_listener_t){ 0 }, &comm);
       CHECK_EQ(status, i == k ? GEMINI_OK : GEMINI_ERR_INVALID);
       if (status) continue;
       CHECK(!comm.ops->queues);
