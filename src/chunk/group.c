@@ -194,6 +194,8 @@ static gemini_status_t check_config(const gemini_group_config_t *c) {
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER);
   if (c->shard_ranks && c->ranks % c->shard_ranks)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "shard_ranks is %u, must divide ranks, %u", c->shard_ranks, c->ranks);
+  if (c->shard_ranks && c->rank >= c->ranks)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "rank is %u, must be below ranks, %u", c->rank, c->ranks);
   if (!given) return gmi_fail(GEMINI_ERR_INVALID, 0, "id is NULL, and so are nccl_comms and comms");
   if (given > 1)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%s and %s are given: a group has one sort of communicators",
@@ -228,15 +230,15 @@ static bool has_replicas(const gemini_group_config_t *c) { return c->shard_ranks
 /* Joins one of them, or adopts the caller's. */
 static gemini_status_t nccl_open(gmi_manager_t *m, const gemini_group_config_t *c, const gmi_comm_id_t *id, int which,
                                  gmi_group_t *g, gmi_comm_t *comm_out) {
-  const uint32_t shard = gmi_comm_shard_ranks(c->ranks, c->shard_ranks);
-  gmi_comm_nccl_config_t config = { .rank = c->rank % shard,
-                                    .ranks = shard,
+  const uint32_t shard = has_replicas(c) ? c->shard_ranks : 0;
+  gmi_comm_nccl_config_t config = { .rank = c->rank,
+                                    .ranks = c->ranks,
                                     .deadline_ns = c->deadline_ns,
                                     .device = (int32_t)m->config.device_ordinal,
                                     .named = c->rank,
                                     .named_of = c->ranks,
                                     .listener = { distrust, g } };
-  if (which == OF_EXCHANGES) config.rank = c->rank, config.ranks = c->ranks;
+  if (shard && which != OF_EXCHANGES) config.rank = c->rank % shard, config.ranks = shard;
   if (which == OF_SUMS_ACROSS) config.rank = c->rank / shard, config.ranks = c->ranks / shard;
   config.rank_order = (which == OF_SUMS || which == OF_SUMS_ACROSS) && c->flags & GEMINI_GROUP_RANK_ORDER;
   if (id) return gmi_comm_nccl_join(id, &config, comm_out);
