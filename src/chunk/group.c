@@ -507,6 +507,17 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
   return status;
 }
 
+/* Replicas that differ go on to differ: the group fails. */
+static gemini_status_t replicas_differ(const gmi_group_t *g, uint32_t rank, const double *all, const char *label) {
+  const uint32_t other = rank % g->reduce.ranks;
+  char why[GMI_GROUP_WHY_BYTES];
+  snprintf(why, sizeof why,
+           "replicas differ: ranks %u and %u have the same slices of %.96s, but other bytes in them: their squares add up "
+           "to %.17g and %.17g",
+           other, rank, label, all[other], all[rank]);
+  gmi_group_give_up(g, why);
+  return gmi_fail(GEMINI_ERR_PEER, 0, "%s", why);
+}
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum) {
   const uint32_t shard = g->reduce.ranks;
   double *all = calloc(g->ranks, sizeof *all);
@@ -516,11 +527,7 @@ gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *labe
   for (uint32_t r = 0; !status && r < g->ranks; r++) {
     if (r < shard) *sum += all[r];
     else if (all[r] != all[r % shard] && !(isnan(all[r]) && isnan(all[r % shard])))
-      status = gmi_fail(GEMINI_ERR_PEER, 0,
-                        "replicas differ: ranks %u and %u have the same slices of %s, but other bytes in them: their "
-                        "squares add up to %.17g and %.17g",
-                        r % shard, r, label, all[r % shard], all[r]);
-    if (status) gmi_group_give_up(g, gmi_fail_message());
+      status = replicas_differ(g, r, all, label);
   }
   free(all);
   return status;

@@ -154,6 +154,7 @@ typedef struct {
   uint32_t slice, slices; /* of a chunk: this rank's, and how many */
   uint64_t meetings, calls;
   uint64_t fail_at; /* the call that fails with IO; 0: none does */
+  bool wrong;       /* adds another value than the other ranks */
 } table_user_t;
 
 static gemini_status_t table_failure(const char *text) {
@@ -218,7 +219,9 @@ static gemini_status_t table_scatter(void *user, void *buffer, uint64_t count, u
   const uint64_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
   CHECK(!stream && strstr(label, "of arena"));
   gemini_status_t status = bring(u, buffer, count * width * u->slices);
-  if (!status) add_all(u, (unsigned char *)buffer + u->slice * count * width, u->slice * count, count, dtype);
+  unsigned char *own = (unsigned char *)buffer + u->slice * count * width;
+  if (!status) add_all(u, own, u->slice * count, count, dtype);
+  if (!status && u->wrong) put_value(own, 0, (uint32_t)width, 1 + get_value(own, 0, (uint32_t)width));
   return status;
 }
 static gemini_status_t table_reduce(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
@@ -254,7 +257,7 @@ typedef struct {
 static gemini_group_config_t config_over(tables_of_t *t, area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
                                          uint64_t fail_at) {
   for (uint32_t i = 0; i < GEMINI_GROUP_COMMS; i++) {
-    t->users[i] = (table_user_t){ &areas[i], rank, ranks, rank, ranks, 0, 0, i == table ? fail_at : 0 };
+    t->users[i] = (table_user_t){ &areas[i], rank, ranks, rank, ranks, 0, 0, i == table ? fail_at : 0, false };
     t->tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
     t->tables[i].user = &t->users[i];
     if (i == 0) t->tables[i].all_gather = table_gather, t->tables[i].broadcast = table_broadcast;
@@ -342,6 +345,40 @@ static void test_replicas_train_over_functions_of_the_caller(void) {
     areas_end(areas);
   }
   process_check(before);
+}
+
+/* Functions that give another replica other bits: the first norm finds that, on all ranks. */
+static void parting_rank(const shape_t *shape, uint32_t rank, area_t *areas) {
+  static rank_t k;
+  rank_open(&k, shape, rank, config_of_replicas(areas, rank));
+  own_tables.users[1].wrong = rank == 3;
+  CHECK_OK(gemini_iteration_begin(k.w.mgr));
+  CHECK_OK(micro_batch(&k, 0));
+  double norm;
+  gemini_access_t all = world_whole(k.grads, GEMINI_READ, DEVICE);
+  CHECK_STATUS(gemini_norm(k.w.mgr, &all, GEMINI_DTYPE_F32, k.w.stream, &norm), GEMINI_ERR_PEER);
+  CHECK_SAYS(world_error().message, "replicas differ: ranks 1 and 3 have the same slices of grad, but other bytes");
+  uint8_t byte = 0, bytes[RANKS_MOST]; /* what they have would go on to differ */
+  CHECK_STATUS(gemini_group_exchange(k.w.mgr, k.group, &byte, 1, bytes), GEMINI_ERR_PEER);
+  gemini_status_t closed = gemini_manager_close(k.w.mgr);
+  if (closed && closed != GEMINI_ERR_PEER && closed != GEMINI_ERR_DEVICE) CHECK_OK(closed);
+  model_free(&k);
+}
+static void test_replicas_that_part_are_noticed(void) {
+  const shape_t shape = {
+    .ranks = 4, .replicas = 2, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+  };
+  area_t *areas = areas_make();
+  pid_t pids[RANKS_MOST];
+  for (uint32_t r = 1; r < shape.ranks; r++) {
+    pids[r] = fork_child();
+    if (pids[r]) continue;
+    parting_rank(&shape, r, areas);
+    exit(0);
+  }
+  parting_rank(&shape, 0, areas);
+  for (uint32_t r = 1; r < shape.ranks; r++) fork_expect_end(pids[r]);
+  areas_end(areas);
 }
 
 /* ---- ranks that fail, or do other than the others */
@@ -434,30 +471,36 @@ static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group
   model_free(&k);
 }
 
+static void fail_in(const shape_t *shape, failure_t how) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape->ranks, &id));
+  pid_t pids[RANKS_MOST];
+  for (uint32_t r = 1; r < shape->ranks; r++) {
+    pids[r] = fork_child();
+    if (pids[r]) continue;
+    failing_rank(shape, r, &id, how);
+    exit(0);
+  }
+  failing_rank(shape, 0, &id, how);
+  for (uint32_t r = 1; r < shape->ranks; r++) {
+    int end;
+    if (r == 1 && how == STOPS) CHECK(!kill(pids[r], SIGKILL));
+    CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
+    bool killed = r == 1 && (how <= KILLED_BEFORE_THE_NORM || how == STOPS);
+    CHECK(killed ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0);
+  }
+}
 static void test_failing_ranks_are_named_by_all_others(void) {
   process_t before = process_now();
-  const shape_t shape = {
+  shape_t shape = {
     .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
   };
-  for (failure_t how = 0; how < FAILURES; how++) {
-    gemini_group_id_t id;
-    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape.ranks, &id));
-    pid_t pids[RANKS_MOST];
-    for (uint32_t r = 1; r < shape.ranks; r++) {
-      pids[r] = fork_child();
-      if (pids[r]) continue;
-      failing_rank(&shape, r, &id, how);
-      exit(0);
-    }
-    failing_rank(&shape, 0, &id, how);
-    for (uint32_t r = 1; r < shape.ranks; r++) {
-      int end;
-      if (r == 1 && how == STOPS) CHECK(!kill(pids[r], SIGKILL));
-      CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
-      bool killed = r == 1 && (how <= KILLED_BEFORE_THE_NORM || how == STOPS);
-      CHECK(killed ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0);
-    }
-  }
+  for (failure_t how = 0; how < FAILURES; how++) fail_in(&shape, how);
+  shape.ranks = 4;
+  shape.replicas = 2; /* of which one alone can notice what happens in a gather */
+  fail_in(&shape, KILLED_IN_FORWARD);
+  fail_in(&shape, KILLED_IN_BACKWARD);
+  fail_in(&shape, NAMES_AN_OPERATOR_DIFFERENTLY);
   process_check(before);
 }
 
@@ -642,6 +685,7 @@ int main(void) {
   RUN(test_training_over_functions_of_the_caller);
   RUN(test_replicas_train_over_shared_memory);
   RUN(test_replicas_train_over_functions_of_the_caller);
+  RUN(test_replicas_that_part_are_noticed);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
   RUN(test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood);
