@@ -280,6 +280,29 @@ static void test_a_table_may_lack_what_is_not_needed(void) {
   }
 }
 
+/* A rank that is all of its replica gathers nothing, but sums and exchanges with the others. */
+static void test_replicas_of_one_rank_sum(void) {
+  table_t t = { 0 };
+  gemini_comm_t table = functions(&t);
+  gmi_comm_t comm;
+  unsigned char buffer[16];
+  const gmi_comm_config_t config = { .rank = 2, .ranks = 4, .shard_ranks = 1 };
+  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
+  CHECK_EQ(comm.rank, 0);
+  CHECK_EQ(comm.ranks, 1);
+  CHECK_EQ(comm.ops->broadcast(comm.self, buffer, 1, 0, NULL, "a"), GEMINI_OK);
+  CHECK_EQ(call(&comm, ALL_GATHER, buffer, "a"), GEMINI_OK);
+  CHECK_EQ(calls_of(&t), 0);
+  for (int f = REDUCE_SCATTER; f <= EXCHANGE; f++) {
+    CHECK_EQ(call(&comm, f, buffer, "a"), GEMINI_OK);
+    CHECK_EQ(t.calls[f], 1);
+  }
+  comm.ops->abort(comm.self, "no more");
+  CHECK_EQ(comm.ops->known(comm.self), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 2 of 4: gave up: no more");
+  close_comm(&comm);
+}
+
 int main(void) {
   RUN(test_arguments_arrive);
   RUN(test_nothing_to_do_is_not_called);
@@ -287,6 +310,7 @@ int main(void) {
   RUN(test_success_leaves_the_last_error);
   RUN(test_abort_fails_every_later_call);
   RUN(test_wrong_arguments_are_refused);
+  RUN(test_replicas_of_one_rank_sum);
   RUN(test_a_table_may_lack_what_is_not_needed);
   return check_done();
 }
