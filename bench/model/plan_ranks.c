@@ -72,8 +72,8 @@ static gmi_plan_group_t link_of(const plan_ranks_config_t *c) {
   const uint64_t inside = ns_of(chunk * (local - 1) / local, c->inside_rate);
   const double part = chunk / local * (hosts - 1) / hosts;
   if (c->hybrid)
-    return (gmi_plan_group_t){ c->latency_ns + inside, (c->hosts > 1 ? 2 : 1) * c->latency_ns + inside +
-                                                           ns_of(2 * part, c->between_rate) };
+    return (gmi_plan_group_t){ c->latency_ns + inside,
+                               (c->hosts > 1 ? 2 : 1) * c->latency_ns + inside + ns_of(2 * part, c->between_rate) };
   const uint64_t between = ns_of(part, c->between_rate), both = c->latency_ns + (inside > between ? inside : between);
   return (gmi_plan_group_t){ both, both };
 }

@@ -9,12 +9,13 @@
  * ranks. Arenas that follow a sharded one are divided in the same way, element by element: gradients are added over all
  * ranks, and the states of the optimizer exist in slices only (Rajbhandari et al., "ZeRO", 2020, section 5).
  *
- * Hybrid sharding. With shard_ranks in its configuration, a group consists of *replicas* of so many ranks each, such as
- * the GPUs of a machine: replica 0 has ranks 0 to shard_ranks - 1, and so on. Chunks are divided among the ranks of a
- * replica, so each replica has the whole model, and what is gathered comes from its own ranks. All else is of all ranks of
- * all replicas: gradients are added over all of them, within each replica first (in the order of its ranks), rounded to
- * their type, and then over the replicas, in their order, and rounded again; gemini_norm() fails with GEMINI_ERR_PEER if
- * replicas do not have the same bits. "Ranks" without more are all ranks; with one replica there is no difference.
+ * Hybrid sharding. With shard_ranks in its configuration, a group consists of *replicas* of so many ranks each, such
+ * as the GPUs of a machine: replica 0 has ranks 0 to shard_ranks - 1, and so on. Chunks are divided among the ranks of
+ * a replica, so each replica has the whole model, and what is gathered comes from its own ranks. All else is of all
+ * ranks of all replicas: gradients are added over all of them, within each replica first (in the order of its ranks),
+ * rounded to their type, and then over the replicas, in their order, and rounded again. Ranks that have the same slices
+ * must write the same into them; gemini_norm() fails with GEMINI_ERR_PEER if replicas do not have the same bits.
+ * "Ranks" without more are all ranks; with one replica there is no difference.
  *
  * What calls mean for sharded arenas:
  * - gemini_acquire() on the device gives the whole range. Parameters that ranks write there should be the same on all:
@@ -216,9 +217,10 @@ typedef struct gemini_group_config {
   /* The caller's own communicators of NCCL: an array of GEMINI_GROUP_COMMS different ncclComm_t, each with this rank,
    * number of ranks and GPU. With several replicas there are GEMINI_GROUP_HYBRID_COMMS: gathers and sums are among the
    * ranks of this replica, exchanges among all; the last one is among the ranks that have this one's place in their
-   * replicas, in the order of replicas. The array is borrowed until return; the communicators until gemini_group_close() or
-   * gemini_manager_close() returns: nobody else uses them meanwhile, and they are neither aborted nor destroyed. After
-   * a failure, what hangs on the GPU hangs until the caller aborts them, and so do these two calls. */
+   * replicas, in the order of replicas. The array is borrowed until return; the communicators until
+   * gemini_group_close() or gemini_manager_close() returns: nobody else uses them meanwhile, and they are neither
+   * aborted nor destroyed. After a failure, what hangs on the GPU hangs until the caller aborts them, and so do these
+   * two calls. */
   void *const *nccl_comms;
   /* The caller's own functions: an array of GEMINI_GROUP_COMMS pointers to tables. Array and tables are borrowed until
    * return; functions and user until gemini_group_close() or gemini_manager_close() returns. */
@@ -241,7 +243,8 @@ typedef struct gemini_group_config {
  *           other shard_ranks (over NCCL, where one has 0, that is only noticed at the deadline); NCCL or the caller's
  *           function failed
  *  A group over NCCL takes 12 MiB of device memory beside the manager's budget (with GEMINI_GROUP_RANK_ORDER 42 MiB), 6
- *  MiB of page-locked host memory, and what NCCL takes; of several replicas 16 MiB (76 MiB), and 8 MiB. A manager has at most 16 groups. Since: 0.1 */
+ *  MiB of page-locked host memory, and what NCCL takes; of several replicas 16 MiB (76 MiB), and 8 MiB. A manager has
+ *  at most 16 groups. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_group_open(gemini_manager_t mgr, const gemini_group_config_t *config,
                                              gemini_group_t *group_out) GEMINI_MUST_CHECK;
 

@@ -511,10 +511,11 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
 static gemini_status_t replicas_differ(const gmi_group_t *g, uint32_t rank, const double *all, const char *label) {
   const uint32_t other = rank % g->reduce.ranks;
   char why[GMI_GROUP_WHY_BYTES];
-  snprintf(why, sizeof why,
-           "replicas differ: ranks %u and %u have the same slices of %.96s, but other bytes in them: their squares add up "
-           "to %.17g and %.17g",
-           other, rank, label, all[other], all[rank]);
+  snprintf(
+      why, sizeof why,
+      "replicas differ: ranks %u and %u have the same slices of %.96s, but other bytes in them: their squares add up "
+      "to %.17g and %.17g",
+      other, rank, label, all[other], all[rank]);
   gmi_group_give_up(g, why);
   return gmi_fail(GEMINI_ERR_PEER, 0, "%s", why);
 }

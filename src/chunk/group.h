@@ -30,8 +30,8 @@ typedef struct gmi_group {
   uint32_t index;
   uint64_t generation;
   uint32_t rank, ranks; /* of all replicas, which exchange */
-  /* gather and reduce have the rank and ranks of the replica, among which chunks are divided. exchange.ops NULL: there is
-   * no third one */
+  /* gather and reduce have the rank and ranks of the replica, among which chunks are divided. exchange.ops NULL: there
+   * is no third one */
   gmi_comm_t gather, reduce, exchange;
   /* Atomic: its device hears of a failure of a communicator that queues; NULL: not yet, or never. A word that nothing
    * depends on: it is stored before the first collective, and loaded by failures. */

@@ -6,10 +6,11 @@
  * else, fails with GEMINI_ERR_PEER within the deadline; the message names the rank and, on both sides, what was called.
  * After the first failure every later call fails the same way on all ranks.
  *
- * Replicas. A communicator can be of several replicas, of as many ranks each; replica 0 has the first ranks. rank, ranks
- * and root are then those within the replica. Gathers and broadcasts stay within it. Reductions are over all ranks of
- * all replicas: first within each, as its reductions are, rounded to dtype; then these results over the replicas, in
- * their order, rounded again. exchange() is among all ranks of all replicas, in their order. Messages number all ranks.
+ * Replicas. A communicator can be of several replicas, of as many ranks each; replica 0 has the first ranks. rank,
+ * ranks and root are then those within the replica. Gathers and broadcasts stay within it. Reductions are over all
+ * ranks of all replicas: first within each, as its reductions are, rounded to dtype; then these results over the
+ * replicas, in their order, rounded again. exchange() is among all ranks of all replicas, in their order. Messages
+ * number all ranks.
  *
  * Threads: collectives of one communicator are called by one thread at a time; exchange() by one thread at a time, also
  * beside a collective; the others by any thread. */
@@ -100,9 +101,9 @@ typedef struct gmi_comm {
  * until its gmi_comm_shared_join() returns. */
 gemini_status_t gmi_comm_shared_id(uint32_t ranks, gmi_comm_id_t *id_out);
 /* Blocks until all ranks have joined.
- * INVALID: id, rank or ranks are not of one group, or shard_ranks does not divide ranks. EXISTS: another process has this rank. UNSUPPORTED: rank 0 is of
- * another user. PEER: rank 0 has ended, not all ranks joined within the deadline, of which the message names those that
- * are missing, or a rank has another shard_ranks. */
+ * INVALID: id, rank or ranks are not of one group, or shard_ranks does not divide ranks. EXISTS: another process has
+ * this rank. UNSUPPORTED: rank 0 is of another user. PEER: rank 0 has ended, not all ranks joined within the deadline,
+ * of which the message names those that are missing, or a rank has another shard_ranks. */
 gemini_status_t gmi_comm_shared_join(const gmi_comm_id_t *id, const gmi_comm_config_t *config, gmi_comm_t *comm_out);
 
 /* Processes with a GPU each, over NCCL 2.18 or later, which is opened at run time: libnccl.so.2, as the dynamic linker
@@ -170,8 +171,8 @@ gemini_status_t gmi_comm_caller_open(const gemini_comm_t *table, uint32_t needs,
                                      gmi_comm_t *comm_out);
 
 /* One of replicas, made of two that queue: inside, of this replica's ranks, and across, of the ranks that have this
- * rank's place in their replicas, in the order of these. It owns both, also if it fails (OOM_SYSTEM). A failure of one is
- * not one of the other: the caller aborts. */
+ * rank's place in their replicas, in the order of these. It owns both, also if it fails (OOM_SYSTEM). A failure of one
+ * is not one of the other: the caller aborts. */
 gemini_status_t gmi_comm_hybrid_open(gmi_comm_t inside, gmi_comm_t across, gmi_comm_t *comm_out);
 
 #endif

@@ -40,7 +40,8 @@ static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint
 static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
   const hybrid_t *h = self;
   unsigned char *replica = malloc(h->inside.ranks * bytes + 1);
-  if (!replica) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an exchange of %u ranks", h->inside.ranks);
+  if (!replica)
+    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an exchange of %u ranks", h->inside.ranks);
   gemini_status_t status = h->inside.ops->exchange(h->inside.self, mine, bytes, replica, label);
   if (!status) status = h->across.ops->exchange(h->across.self, replica, h->inside.ranks * bytes, all_out, label);
   free(replica);

@@ -11,10 +11,10 @@
  * So a call is compared before its bytes are used. Ranks need not report that they have read: when a rank writes piece
  * p, all ranks have written piece p - 1, so they have read piece p - 2, which was in the same buffer.
  *
- * Replicas. Each channel has a team: the ranks that call together on it, whose places are at equal distances. Reductions
- * use two channels, one within the replica and one across replicas, each with buffers of its own: what is said above
- * about reading holds for the ranks of one team. Where a rank waits for one that waits for another one itself, the
- * message at the deadline names that one.
+ * Replicas. Each channel has a team: the ranks that call together on it, whose places are at equal distances.
+ * Reductions use two channels, one within the replica and one across replicas, each with buffers of its own: what is
+ * said above about reading holds for the ranks of one team. Where a rank waits for one that waits for another one
+ * itself, the message at the deadline names that one.
  *
  * A wait is a futex wait of 10 ms at most. After each one the rank looks for what would make it wait for ever: a
  * failure that another rank has recorded, a rank that has left or whose process has ended, and the deadline. The first
@@ -237,7 +237,7 @@ static const char *say_notes(const shared_t *s, char text_out[256]) {
   return text_out;
 }
 
-/* Whom peer waits for in a collective itself, and that one again; the last of them, and the channel of the last wait. */
+/* Whom peer waits for in a collective itself, and that one again; the last of them, and the channel of its wait. */
 static uint32_t awaited_in_the_end(const shared_t *s, uint32_t peer, int *channel) {
   for (uint32_t n = 0; *channel != EXCHANGES && n < s->ranks; n++) {
     uint32_t next = 0;
@@ -336,7 +336,7 @@ static gemini_status_t piece_meet(shared_t *s, running_t *running) {
   return GEMINI_OK;
 }
 
-/* Gathers mine of all ranks of the channel's team at all_out, in the order of ranks. mine may be its own place there. */
+/* Gathers mine of the ranks of the channel's team at all_out, in their order. mine may be its own place there. */
 static gemini_status_t gather(shared_t *s, int channel, call_t call, const unsigned char *mine, unsigned char *all_out,
                               const char *label) {
   const team_t *team = &s->teams[channel];
@@ -390,7 +390,7 @@ static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, vo
   return gather(self, EXCHANGES, call, mine, all_out, label);
 }
 
-/* Each rank of the team shows, for each other one, a part of that rank's slice; scatter false: the same part for all. */
+/* Each rank of the team shows, for each other one, a part of that one's slice; scatter false: the same part for all. */
 static gemini_status_t reduce(shared_t *s, int channel, call_t call, unsigned char *data, bool scatter,
                               const char *label) {
   const team_t *team = &s->teams[channel];

@@ -271,7 +271,8 @@ OWN_MEMORY static void model_reduce(rank_t *k) {
   if (!model->written) return;
   for (uint64_t i = 0; i < model->first[LAYERS]; i++) {
     float sum = model_sum(k, 0, i);
-    for (uint32_t r = shard_ranks(&k->shape); r < k->shape.ranks; r += shard_ranks(&k->shape)) sum += model_sum(k, r, i);
+    for (uint32_t r = shard_ranks(&k->shape); r < k->shape.ranks; r += shard_ranks(&k->shape))
+      sum += model_sum(k, r, i);
     for (uint32_t r = 0; r < k->shape.ranks; r++) model->local[r][i] = 0;
     model->gradient[i] = model->summed ? rounded(k, model->gradient[i] + rounded(k, sum)) : rounded(k, sum);
   }
@@ -706,7 +707,8 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   if (shape->device_chunks >= 64 && !shape->micro_batches)
     CHECK_EQ(stats.gathered_chunks - gathered_first, (STEPS - 1) * chunks);
   else CHECK(stats.gathered_chunks - gathered_first >= (STEPS - 1) * chunks);
-  CHECK_EQ(stats.gathered_bytes, stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank % shard_ranks(shape)));
+  CHECK_EQ(stats.gathered_bytes,
+           stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank % shard_ranks(shape)));
   figures_t s = world_stats(&k->w);
   CHECK(s.planned_iterations > 0);
   CHECK(s.peak_bytes[HOST] <= shape->host_chunks * chunk);

@@ -284,7 +284,8 @@ static void *one_is_missing(void *user) {
     CHECK_EQ(c->ops->reduce_scatter(c->self, values, 1, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, NULL, "c"), GEMINI_ERR_PEER);
   }
   CHECK_SAYS(gmi_fail_message(), " waited 1 s for rank 1");
-  if (strstr(gmi_fail_message(), "rank 2 waited")) CHECK_SAYS(gmi_fail_message(), "rank 1, which rank 0 waits for, in ");
+  if (strstr(gmi_fail_message(), "rank 2 waited"))
+    CHECK_SAYS(gmi_fail_message(), "rank 1, which rank 0 waits for, in ");
   c->ops->close(c->self);
   return NULL;
 }

@@ -230,7 +230,8 @@ static void test_abort_fails_every_later_call(void) {
     gemini_comm_t table = functions(&t);
     if (!has) table.abort = NULL, table.poll = NULL;
     CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &(gmi_comm_config_t){ 1, 3, 0, 0 },
-                                  (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
+                                  (gmi_comm_listener_t){ 0 }, &comm),
+             GEMINI_OK);
     CHECK_EQ(comm.ops->poll(comm.self), GEMINI_OK);
     comm.ops->abort(comm.self, "no room");
     CHECK_EQ(t.aborts, has);
@@ -269,9 +270,8 @@ static void test_a_table_may_lack_what_is_not_needed(void) {
     if (i == 1) table.reduce_scatter = all.reduce_scatter, table.all_reduce = all.all_reduce;
     if (i == 2) table.exchange = all.exchange;
     for (int k = 0; k < 3; k++) {
-      gemini_status_t status =
-          gmi_comm_caller_open(&table, needs[k], "comms[9]", &(gmi_comm_config_t){ 0, 2, 0, 0 },
-                               (gmi_comm_listener_t){ 0 }, &comm);
+      gemini_status_t status = gmi_comm_caller_open(&table, needs[k], "comms[9]", &(gmi_comm_config_t){ 0, 2, 0, 0 },
+                                                    (gmi_comm_listener_t){ 0 }, &comm);
       CHECK_EQ(status, i == k ? GEMINI_OK : GEMINI_ERR_INVALID);
       if (status) continue;
       CHECK(!comm.ops->queues);

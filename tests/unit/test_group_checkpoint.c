@@ -346,7 +346,8 @@ static void parted_fn(const node_shape_t *shape, const gemini_group_id_t *id, ui
   node_t n = node_open(shape, id);
   node_fill(&n, seed + (shape->rank == 3)); /* which has the same slices as rank 1 */
   CHECK_STATUS(node_save(&n), GEMINI_ERR_INVALID);
-  CHECK_SAYS(world_error().message, "rank 3 differs from rank 1: its bytes, of which one copy would be saved, are others");
+  CHECK_SAYS(world_error().message,
+             "rank 3 differs from rank 1: its bytes, of which one copy would be saved, are others");
   node_close(&n);
 }
 static void test_replicas_save_once_and_all_load(void) {

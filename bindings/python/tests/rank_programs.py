@@ -222,8 +222,9 @@ def steps(
     dtype=torch.float32,
     **inputs,
 ):
-    """Trains on rows begin to end of each batch, in `micro` parts, within no_sync() of a wrapper but for the last one; a
-    step is of so many batches. Returns losses, and norms before and after clipping.
+    """Trains on rows begin to end of each batch, in `micro` parts, within no_sync() of a wrapper but for the last one.
+
+    A step is of so many batches. Returns losses, and norms before and after clipping.
     """
     losses, norms, after = [], [], []
     for step in range(count):

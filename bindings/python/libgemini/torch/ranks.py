@@ -77,7 +77,9 @@ def _of_mesh(mesh: DeviceMesh, shard_size: int | None) -> tuple[typing.Any, int]
             "INVALID",
         )
     if shard_size not in (None, mesh.size(1)):
-        raise GeminiError(f"shard_size is {shard_size}, but the mesh has {mesh.size(1)} processes in a replica", "INVALID")
+        raise GeminiError(
+            f"shard_size is {shard_size}, but the mesh has {mesh.size(1)} processes in a replica", "INVALID"
+        )
     return dist.group.WORLD, mesh.size(1)
 
 
@@ -416,7 +418,9 @@ class Ranks:
         self._refuse_shared_gpus()
         for rank, (_, size) in enumerate(theirs):
             if size != theirs[0][1]:
-                raise GeminiError(f"rank 0 has shard_size {theirs[0][1]}, rank {rank} has {size}: want the same", "PEER")
+                raise GeminiError(
+                    f"rank 0 has shard_size {theirs[0][1]}, rank {rank} has {size}: want the same", "PEER"
+                )
         self.group = session.manager.group_open(
             self._group_id(), self.rank, self.count, deadline, rank_order, self.shard_size
         )
