@@ -664,7 +664,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
                                    p->whole->name, c->index);
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
-  if (status) return g->reduce.ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
+  if (status) return g->ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
   gmi_group_sum_ends(g, end);

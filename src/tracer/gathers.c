@@ -204,7 +204,7 @@ static void lose(gmi_manager_t *m, gmi_gathers_t *g) {
   g->active = GMI_NONE;
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     const gmi_group_t *group = gmi_group_at(m, i);
-    if (group && group->arenas && group->gather.ranks > 1)
+    if (group && group->arenas && group->ranks > 1)
       gmi_group_give_up(group, "no memory to record the gathers of an iteration");
   }
 }
