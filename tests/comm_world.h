@@ -25,8 +25,9 @@ static inline void *comm_world_rank(void *user) {
   comm_rank_t *r = user;
   gmi_comm_t comm;
   CHECK_EQ(gmi_comm_shared_join(&r->id, &r->config, &comm), GEMINI_OK);
-  CHECK_EQ(comm.rank, r->config.rank);
-  CHECK_EQ(comm.ranks, r->config.ranks);
+  const uint32_t shard = gmi_comm_shard_ranks(r->config.ranks, r->config.shard_ranks);
+  CHECK_EQ(comm.rank, r->config.rank % shard);
+  CHECK_EQ(comm.ranks, shard);
   r->fn(&comm, r->user);
   comm.ops->close(comm.self);
   return NULL;
@@ -44,7 +45,7 @@ static inline void comm_world_threads(uint32_t ranks, comm_rank_fn fn, void *use
   comm_rank_t rank[COMM_WORLD_RANKS];
   gmi_comm_id_t id = comm_world_id(ranks);
   for (uint32_t r = 0; r < ranks; r++) {
-    rank[r] = (comm_rank_t){ id, { r, ranks, COMM_WORLD_DEADLINE_NS }, fn, user };
+    rank[r] = (comm_rank_t){ id, { r, ranks, COMM_WORLD_DEADLINE_NS, 0 }, fn, user };
     CHECK(!pthread_create(&threads[r], NULL, comm_world_rank, &rank[r]));
   }
   for (uint32_t r = 0; r < ranks; r++) CHECK(!pthread_join(threads[r], NULL));
@@ -59,11 +60,11 @@ static inline void comm_world_processes(uint32_t ranks, uint64_t deadline_ns, co
   for (uint32_t r = 1; r < ranks; r++) {
     pids_out[r] = fork_child();
     if (pids_out[r]) continue;
-    comm_rank_t child = { id, { r, ranks, deadline_ns }, fn, user };
+    comm_rank_t child = { id, { r, ranks, deadline_ns, 0 }, fn, user };
     comm_world_rank(&child);
     exit(0);
   }
-  comm_rank_t first = { id, { 0, ranks, deadline_ns }, fn, user };
+  comm_rank_t first = { id, { 0, ranks, deadline_ns, 0 }, fn, user };
   comm_world_rank(&first);
 }
 

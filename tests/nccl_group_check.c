@@ -110,26 +110,33 @@ static shape_t shape_of(const check_rank_t *c, uint32_t stage, uint32_t element_
                     .scale = SCALE,
                     .layers = shared_gpu ? SHARED_LAYERS : SCALE };
 }
-static void train(check_rank_t *c, uint32_t stage, uint32_t flags, uint32_t micro_batches) {
+static void train(check_rank_t *c, uint32_t stage, uint32_t flags, uint32_t micro_batches, uint32_t replicas) {
   const uint32_t bytes = stage == GEMINI_ZERO_GRADIENTS ? 2 : 4;
   c->flags = flags;
   meet(c);
   shape_t shape = shape_of(c, stage, bytes);
   shape.micro_batches = micro_batches;
+  shape.replicas = replicas;
   uint64_t begin = now_ns();
   train_rank(&shape, c->rank, c->group, c->fd);
   if (c->rank) return;
-  printf("  %u ranks, stage %u, %u bytes, %s, %u micro-batches: %d steps ok after %.2f s\n", c->ranks, stage, bytes,
-         flags ? "rank order" : "NCCL's order", micro_batches ? micro_batches : 1, STEPS,
-         (double)(now_ns() - begin) / 1e9);
+  printf("  %u ranks, %u replicas, stage %u, %u bytes, %s, %u micro-batches: %d steps ok after %.2f s\n", c->ranks,
+         replicas ? replicas : 1, stage, bytes, flags ? "rank order" : "NCCL's order",
+         micro_batches ? micro_batches : 1, STEPS, (double)(now_ns() - begin) / 1e9);
   fflush(stdout);
 }
 /* NCCL's own sums have the bits of the model only of two ranks. */
 static void trains(check_rank_t *c) {
   for (uint32_t flags = c->ranks > 2 ? GEMINI_GROUP_RANK_ORDER : 0; flags <= GEMINI_GROUP_RANK_ORDER; flags++)
-    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) train(c, stage, flags, 0);
+    for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) train(c, stage, flags, 0, 0);
   for (uint32_t stage = threads ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++)
-    train(c, stage, GEMINI_GROUP_RANK_ORDER, 2);
+    train(c, stage, GEMINI_GROUP_RANK_ORDER, 2, 0);
+}
+/* Two replicas: each sum is of two values at most, so NCCL's has the bits of the model also with 4 ranks. */
+static void replicas_train(check_rank_t *c) {
+  for (uint32_t flags = 0; flags <= GEMINI_GROUP_RANK_ORDER; flags++)
+    for (uint32_t stage = threads ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++)
+      train(c, stage, flags, stage == GEMINI_ZERO_GRADIENTS ? 2 : 0, 2);
 }
 
 /* The last rank ends in the middle of a step. */
@@ -253,6 +260,8 @@ int main(int argc, char **argv) {
     CHECK(ranks >= 2);
     if (ranks > MOST_RANKS) continue; /* more than the model's test has */
     run(ranks, "training", trains, false);
+    /* more threads have more streams than the stand-in for the driver has queues */
+    if (ranks == 2 || (ranks == 4 && !threads)) run(ranks, "replicas", replicas_train, false);
     if (!threads) run(ranks, "a rank is killed", is_killed, true);
   }
   return 0;

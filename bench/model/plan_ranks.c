@@ -64,15 +64,18 @@ static uint64_t activations(const builder_t *b, uint32_t op) {
   return inputs + (part == b->parts - 1 ? logits : b->c->tokens * working * 2);
 }
 
-/* A chunk's gather and sum. Inside a host and between hosts they go on at the same time, in parts. */
+/* A chunk's gather and sum. With full sharding the two ways, inside a host and between hosts, are used at the same time,
+ * in parts. With hybrid sharding a sum is two collectives, one after the other, and only the second is between hosts: an
+ * all-reduce of each GPU's part of the chunk. */
 static gmi_plan_group_t link_of(const plan_ranks_config_t *c) {
   const double chunk = (double)c->chunk_bytes, hosts = (double)c->hosts, local = (double)(c->ranks / c->hosts);
   const uint64_t inside = ns_of(chunk * (local - 1) / local, c->inside_rate);
-  const double across = chunk / local * (hosts - 1) / hosts; /* of each GPU's part of the chunk */
-  const uint64_t gather = c->hybrid ? 0 : ns_of(across, c->between_rate);
-  const uint64_t sum = ns_of(c->hybrid ? 2 * across : across, c->between_rate); /* hybrid: an all-reduce of it */
-  return (gmi_plan_group_t){ c->latency_ns + (inside > gather ? inside : gather),
-                             c->latency_ns + (inside > sum ? inside : sum) };
+  const double part = chunk / local * (hosts - 1) / hosts;
+  if (c->hybrid)
+    return (gmi_plan_group_t){ c->latency_ns + inside,
+                               (c->hosts > 1 ? 2 : 1) * c->latency_ns + inside + ns_of(2 * part, c->between_rate) };
+  const uint64_t between = ns_of(part, c->between_rate), both = c->latency_ns + (inside > between ? inside : between);
+  return (gmi_plan_group_t){ both, both };
 }
 
 static bool builder_make(builder_t *b) {

@@ -9,6 +9,14 @@
  * ranks. Arenas that follow a sharded one are divided in the same way, element by element: gradients are added over all
  * ranks, and the states of the optimizer exist in slices only (Rajbhandari et al., "ZeRO", 2020, section 5).
  *
+ * Hybrid sharding. With shard_ranks in its configuration, a group consists of *replicas* of so many ranks each, such
+ * as the GPUs of a machine: replica 0 has ranks 0 to shard_ranks - 1, and so on. Chunks are divided among the ranks of
+ * a replica, so each replica has the whole model, and what is gathered comes from its own ranks. All else is of all
+ * ranks of all replicas: gradients are added over all of them, within each replica first (in the order of its ranks),
+ * rounded to their type, and then over the replicas, in their order, and rounded again. Ranks that have the same slices
+ * must write the same into them; gemini_norm() fails with GEMINI_ERR_PEER if replicas do not have the same bits.
+ * "Ranks" without more are all ranks; with one replica there is no difference.
+ *
  * What calls mean for sharded arenas:
  * - gemini_acquire() on the device gives the whole range. Parameters that ranks write there should be the same on all:
  *   each rank's own slices count. From the second iteration of a kind on, chunks are gathered ahead of the operators
@@ -126,6 +134,10 @@ GEMINI_API gemini_status_t gemini_group_id_make(uint32_t transport, uint32_t ran
  *  of it is called but abort(), and every call of the library that needs it fails with the first message. Functions
  *  must not throw, call functions of the manager, or fork.
  *
+ *  Replicas: with shard_ranks, all_gather() and broadcast() are called for the ranks of this replica, and root and the
+ *  slices of a buffer are counted within it. reduce_scatter() and all_reduce() add over all ranks of all replicas, with
+ *  the same bits in each replica. exchange() is among all ranks.
+ *
  *  Waits: the library cannot end a function that waits. So functions end their waits themselves when another rank is
  *  gone, or after a time that the caller finds acceptable. */
 /** buffer holds a slice of slice_bytes bytes for each rank, in the order of ranks; this rank's own slice becomes the
@@ -188,7 +200,10 @@ enum {
   GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in the order of ranks, with the same bits in each run and on any
                                * number of machines; slower. Over shared memory that is always so */
 };
-enum { GEMINI_GROUP_COMMS = 3 /* communicators of a group: gathers, sums, exchanges, in this order */ };
+enum {
+  GEMINI_GROUP_COMMS = 3,       /* communicators of a group: gathers, sums, exchanges, in this order */
+  GEMINI_GROUP_HYBRID_COMMS = 4 /* of NCCL, of a group of several replicas: these, and sums across replicas */
+};
 
 /** Exactly one of id, nccl_comms and comms is set. */
 typedef struct gemini_group_config {
@@ -200,15 +215,20 @@ typedef struct gemini_group_config {
   uint64_t deadline_ns;        /* longest wait for another rank that makes no progress; 0 = 10 seconds, over NCCL 60.
                                 * With comms 0: their functions end their waits themselves */
   /* The caller's own communicators of NCCL: an array of GEMINI_GROUP_COMMS different ncclComm_t, each with this rank,
-   * number of ranks and GPU. The array is borrowed until return; the communicators until gemini_group_close() or
-   * gemini_manager_close() returns: nobody else uses them meanwhile, and they are neither aborted nor destroyed. After
-   * a failure, what hangs on the GPU hangs until the caller aborts them, and so do these two calls. */
+   * number of ranks and GPU. With several replicas there are GEMINI_GROUP_HYBRID_COMMS: gathers and sums are among the
+   * ranks of this replica, exchanges among all; the last one is among the ranks that have this one's place in their
+   * replicas, in the order of replicas. The array is borrowed until return; the communicators until
+   * gemini_group_close() or gemini_manager_close() returns: nobody else uses them meanwhile, and they are neither
+   * aborted nor destroyed. After a failure, what hangs on the GPU hangs until the caller aborts them, and so do these
+   * two calls. */
   void *const *nccl_comms;
   /* The caller's own functions: an array of GEMINI_GROUP_COMMS pointers to tables. Array and tables are borrowed until
    * return; functions and user until gemini_group_close() or gemini_manager_close() returns. */
   const gemini_comm_t *const *comms;
+  uint32_t shard_ranks; /* ranks of a replica; divides ranks, the same on all ranks; 0: there is one replica, of all */
+  uint32_t reserved;    /* 0 */
 } gemini_group_config_t;
-#define GEMINI_GROUP_CONFIG_INIT { sizeof(gemini_group_config_t), 0, 0, 0, NULL, 0, NULL, NULL }
+#define GEMINI_GROUP_CONFIG_INIT { sizeof(gemini_group_config_t), 0, 0, 0, NULL, 0, NULL, NULL, 0, 0 }
 
 /** Joins a group. Blocks until all ranks have; with nccl_comms it does not wait for others. With comms it calls the
  *  exchange() of the third table once, with 8 bytes.
@@ -219,10 +239,12 @@ typedef struct gemini_group_config {
  *  @retval GEMINI_ERR_UNSUPPORTED  the transport does not serve the manager's device, there is no NCCL that can be
  *           used, or rank 0 is of another user
  *  @retval GEMINI_ERR_OOM_DEVICE, GEMINI_ERR_OOM_HOST, GEMINI_ERR_DEVICE  over NCCL: memory, or the GPU
- *  @retval GEMINI_ERR_PEER  rank 0 has ended, or ranks are missing at the deadline, which the message names; NCCL or
- *           the caller's function failed
+ *  @retval GEMINI_ERR_PEER  rank 0 has ended, or ranks are missing at the deadline, which the message names; ranks have
+ *           other shard_ranks (over NCCL, where one has 0, that is only noticed at the deadline); NCCL or the caller's
+ *           function failed
  *  A group over NCCL takes 12 MiB of device memory beside the manager's budget (with GEMINI_GROUP_RANK_ORDER 42 MiB), 6
- *  MiB of page-locked host memory, and what NCCL takes. A manager has at most 16 groups. Since: 0.1 */
+ *  MiB of page-locked host memory, and what NCCL takes; of several replicas 16 MiB (76 MiB), and 8 MiB. A manager has
+ *  at most 16 groups. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_group_open(gemini_manager_t mgr, const gemini_group_config_t *config,
                                              gemini_group_t *group_out) GEMINI_MUST_CHECK;
 
@@ -245,13 +267,13 @@ typedef struct gemini_group_stats_s {
   uint32_t struct_size; /* bytes; set by GEMINI_GROUP_STATS_INIT; on return, bytes filled */
   uint32_t rank;
   uint32_t ranks;
-  uint32_t reserved;
+  uint32_t shard_ranks;     /* of a replica, among which chunks are divided; ranks if there is one */
   uint64_t gathered_chunks; /* gathered so far */
   uint64_t gathered_bytes;  /* of these, received from other ranks */
   uint64_t reduced_chunks;  /* gradient chunks added so far, in each round anew */
   uint64_t fetched_bytes;   /* own slices, brought to the device for a gather */
   uint64_t stored_bytes;    /* own slices, taken from the device after a sum or a write */
-  uint64_t reduced_bytes;   /* of the gradient chunks added, sent to other ranks */
+  uint64_t reduced_bytes;   /* of the gradient chunks added, sent to other ranks of the replica */
   /* What operators gather and make ready in each iteration, by the plan that was followed last, and what an iteration
    * adds to the figures above if it follows the plan; 0: no plan. */
   uint64_t planned_gathered_bytes, planned_reduced_bytes, planned_fetched_bytes;
@@ -306,6 +328,7 @@ GEMINI_API gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_
  *           made one meanwhile
  *  @retval GEMINI_ERR_EXISTS  NAME.index is there, a checkpoint of one process (gemini_checkpoint())
  *  @retval GEMINI_ERR_UNSUPPORTED  an arena is sharded over another group
+ *  Of several replicas the first one writes; the others compare checksums of their slices with its.
  *  @retval GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO, GEMINI_ERR_FORMAT  a file, which the message names, could not be written
  *           or read. IO also if the rename could not be made durable: then a loss of power may bring back the previous
  *           checkpoint. And if the rename failed, and NAME.ranks could not be read afterwards: then either is there

@@ -14,6 +14,7 @@
 #include "chunk/group.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -191,6 +192,10 @@ static gemini_status_t check_config(const gemini_group_config_t *c) {
   const int given = !!c->id + !!c->nccl_comms + !!c->comms;
   if (c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER);
+  if (c->shard_ranks && c->ranks % c->shard_ranks)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "shard_ranks is %u, must divide ranks, %u", c->shard_ranks, c->ranks);
+  if (c->shard_ranks && c->rank >= c->ranks)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "rank is %u, must be below ranks, %u", c->rank, c->ranks);
   if (!given) return gmi_fail(GEMINI_ERR_INVALID, 0, "id is NULL, and so are nccl_comms and comms");
   if (given > 1)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%s and %s are given: a group has one sort of communicators",
@@ -200,7 +205,7 @@ static gemini_status_t check_config(const gemini_group_config_t *c) {
 
 static gemini_status_t shared_join(gmi_manager_t *m, const gemini_group_config_t *c, const names_t *names,
                                    gmi_group_t *g) {
-  const gmi_comm_config_t config = { c->rank, c->ranks, c->deadline_ns };
+  const gmi_comm_config_t config = { c->rank, c->ranks, c->deadline_ns, c->shard_ranks };
   if (!m->device.ops->queue.run)
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
                     "groups over shared memory need the simulated device, not device %s, which GEMINI_TRANSPORT_NCCL "
@@ -217,36 +222,107 @@ static void distrust(void *user) {
   if (m) m->device.ops->stream.distrust(m->device.self);
 }
 
+/* The communicators of NCCL that a group needs, in the order of nccl_comms. */
+enum { OF_GATHERS, OF_SUMS, OF_EXCHANGES, OF_SUMS_ACROSS };
+_Static_assert(OF_SUMS_ACROSS + 1 == GEMINI_GROUP_HYBRID_COMMS, "and all of them");
+static bool has_replicas(const gemini_group_config_t *c) { return c->shard_ranks && c->shard_ranks < c->ranks; }
+
+/* Joins one of them, or adopts the caller's. */
+static gemini_status_t nccl_open(gmi_manager_t *m, const gemini_group_config_t *c, const gmi_comm_id_t *id, int which,
+                                 gmi_group_t *g, gmi_comm_t *comm_out) {
+  const uint32_t shard = has_replicas(c) ? c->shard_ranks : 0;
+  gmi_comm_nccl_config_t config = { .rank = c->rank,
+                                    .ranks = c->ranks,
+                                    .deadline_ns = c->deadline_ns,
+                                    .device = (int32_t)m->config.device_ordinal,
+                                    .named = c->rank,
+                                    .named_of = c->ranks,
+                                    .listener = { distrust, g } };
+  if (shard && which != OF_EXCHANGES) config.rank = c->rank % shard, config.ranks = shard;
+  if (which == OF_SUMS_ACROSS) config.rank = c->rank / shard, config.ranks = c->ranks / shard;
+  config.rank_order = (which == OF_SUMS || which == OF_SUMS_ACROSS) && c->flags & GEMINI_GROUP_RANK_ORDER;
+  if (id) return gmi_comm_nccl_join(id, &config, comm_out);
+  gemini_status_t status = gmi_comm_nccl_adopt(c->nccl_comms[which], &config, comm_out);
+  if (status) gmi_fail_prefix("nccl_comms[%d]: ", which);
+  return status;
+}
+
+/* What ranks of replicas tell each other before they make further communicators. */
+typedef struct {
+  uint32_t shard_ranks;
+  int32_t status; /* of the ids that this rank makes */
+  gmi_comm_id_t gathers, sums, across;
+} offer_t;
+/* The first rank of a replica names its communicators, each rank of the first replica one of those across replicas.
+ * Those of the first replica have been named by whoever made the group's id. */
+static gemini_status_t make_offer(const gemini_group_config_t *c, const names_t *names, offer_t *offer) {
+  gemini_status_t status = GEMINI_OK;
+  *offer = (offer_t){ .shard_ranks = c->shard_ranks, .gathers = names->gather, .sums = names->reduce };
+  if (c->rank && c->rank % c->shard_ranks == 0) {
+    status = gmi_comm_nccl_id(&offer->gathers);
+    if (!status) status = gmi_comm_nccl_id(&offer->sums);
+  }
+  if (!status && c->rank < c->shard_ranks) status = gmi_comm_nccl_id(&offer->across);
+  offer->status = status;
+  return status;
+}
+/* Over the communicator of exchanges, which all ranks have joined. names becomes those of this rank's communicators. */
+static gemini_status_t names_meet(const gemini_group_config_t *c, const gmi_group_t *g, names_t *names,
+                                  gmi_comm_id_t *across_out) {
+  offer_t mine, *all = calloc(c->ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the names of %u ranks", c->ranks);
+  gmi_failure_t own;
+  gmi_fail_keep(make_offer(c, names, &mine), &own);
+  gemini_status_t status = g->exchange.ops->exchange(g->exchange.self, &mine, sizeof mine, all, "gemini_group_open");
+  if (own.status) status = gmi_fail_again(&own);
+  for (uint32_t r = 0; !status && r < c->ranks; r++) {
+    if (all[r].shard_ranks != c->shard_ranks)
+      status = gmi_fail(GEMINI_ERR_PEER, 0, "ranks differ: rank %u joins with shard_ranks %u, rank %u with %u", c->rank,
+                        c->shard_ranks, r, all[r].shard_ranks);
+    else if (all[r].status)
+      status = gmi_fail(GEMINI_ERR_PEER, 0, "rank %u could not name a communicator of NCCL: %s", r,
+                        gemini_status_string(all[r].status));
+  }
+  if (!status) {
+    const offer_t *first = &all[c->rank / c->shard_ranks * c->shard_ranks];
+    names->gather = first->gathers;
+    names->reduce = first->sums;
+    *across_out = all[c->rank % c->shard_ranks].across;
+  }
+  free(all);
+  return status;
+}
+
 /* names: of communicators to join; NULL: the caller's are adopted. */
-static gemini_status_t nccl_join(gmi_manager_t *m, const gemini_group_config_t *c, const names_t *names,
-                                 gmi_group_t *g) {
+static gemini_status_t nccl_join(gmi_manager_t *m, const gemini_group_config_t *c, names_t *names, gmi_group_t *g) {
+  const bool hybrid = has_replicas(c);
   if (m->config.device != GEMINI_DEVICE_CUDA)
     return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
                     "groups over NCCL need a GPU, not device %s, which GEMINI_TRANSPORT_SHARED serves",
                     m->device.ops->name);
   if (names && names->ranks != c->ranks)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, but id was made for %u", c->ranks, names->ranks);
-  gmi_comm_nccl_config_t config = { .rank = c->rank,
-                                    .ranks = c->ranks,
-                                    .deadline_ns = c->deadline_ns,
-                                    .device = (int32_t)m->config.device_ordinal,
-                                    .listener = { distrust, g } };
-  gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
-  gemini_status_t status = GEMINI_OK;
-  for (int i = 0; !status && i < GEMINI_GROUP_COMMS; i++) {
-    for (int k = 0; !names && k < i; k++)
+  for (int i = 0; !names && i < GEMINI_GROUP_COMMS + hybrid; i++)
+    for (int k = 0; k < i; k++)
       if (c->nccl_comms[i] == c->nccl_comms[k])
         return gmi_fail(GEMINI_ERR_INVALID, 0, "nccl_comms[%d] and nccl_comms[%d] are the same communicator", k, i);
-    config.rank_order = comms[i] == &g->reduce && c->flags & GEMINI_GROUP_RANK_ORDER;
-    if (names) {
-      const gmi_comm_id_t *const ids[] = { &names->gather, &names->reduce, &names->exchange };
-      status = gmi_comm_nccl_join(ids[i], &config, comms[i]);
-    } else {
-      status = gmi_comm_nccl_adopt(c->nccl_comms[i], &config, comms[i]);
-      if (status) gmi_fail_prefix("nccl_comms[%d]: ", i);
-    }
+  gmi_comm_id_t across_id;
+  gmi_comm_t across;
+  gemini_status_t status = GEMINI_OK;
+  if (hybrid && names) { /* exchanges come first, as the others' names are brought over them */
+    status = nccl_open(m, c, &names->exchange, OF_EXCHANGES, g, &g->exchange);
+    if (!status) status = names_meet(c, g, names, &across_id);
   }
-  return status;
+  if (!status) status = nccl_open(m, c, names ? &names->gather : NULL, OF_GATHERS, g, &g->gather);
+  if (!status) status = nccl_open(m, c, names ? &names->reduce : NULL, OF_SUMS, g, &g->reduce);
+  if (!status && !g->exchange.ops)
+    status = nccl_open(m, c, names ? &names->exchange : NULL, OF_EXCHANGES, g, &g->exchange);
+  if (status || !hybrid) return status;
+  status = nccl_open(m, c, names ? &across_id : NULL, OF_SUMS_ACROSS, g, &across);
+  if (status) return status;
+  const gmi_comm_t inside = g->reduce;
+  g->reduce.ops = NULL; /* the new one owns it */
+  return gmi_comm_hybrid_open(inside, across, &g->reduce);
 }
 
 /* Do the tables' ranks agree on who they are? */
@@ -280,7 +356,8 @@ static gemini_status_t callers_join(gmi_manager_t *m, const gemini_group_config_
     char name[16];
     snprintf(name, sizeof name, "comms[%d]", i);
     const gmi_comm_listener_t listener = { distrust, g };
-    gemini_status_t status = gmi_comm_caller_open(c->comms[i], needs[i], name, c->rank, c->ranks, listener, comms[i]);
+    const gmi_comm_config_t config = { c->rank, c->ranks, 0, i == OF_EXCHANGES ? 0 : c->shard_ranks };
+    gemini_status_t status = gmi_comm_caller_open(c->comms[i], needs[i], name, &config, listener, comms[i]);
     if (status) return status;
     if (comms[i]->ops->queues && !gpu)
       return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
@@ -313,12 +390,14 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
   if (status) return status;
   gmi_group_t *g = calloc(1, sizeof *g);
   if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a group's record");
+  g->rank = c.rank;
+  g->ranks = c.ranks;
   gmi_wait_t wait;
   gmi_wait_begin(m, &wait, "gemini_group_open", GMI_WAIT_RANKS, c.rank);
   status = join(m, &c, g);
   gmi_wait_end(m, &wait);
-  if (!status && !(g->reports = calloc(g->gather.ranks, sizeof *g->reports)))
-    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the reports of %u ranks", g->gather.ranks);
+  if (!status && !(g->reports = calloc(g->ranks, sizeof *g->reports)))
+    status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the reports of %u ranks", g->ranks);
   if (m->device.ops->stream.distrust) atomic_store(&g->tells, m);
   if (!status) status = watch_start(g);
   if (!status) status = gmi_group_check_open(g);
@@ -395,7 +474,7 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_unlock(m);
   if (status) return status;
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->gather.rank);
+  gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->rank);
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->gather;
   if (g->exchange.ops) status = gmi_group_check_settle(g); /* it has the same communicator */
   if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
@@ -421,19 +500,36 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->reduce;
   if (g->exchanging && comm == &g->exchange)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm->rank);
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, g->rank);
   gemini_status_t status = gmi_group_check_settle(g);
   if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
   gmi_wait_end(m, &wait);
   return status;
 }
 
+/* Replicas that differ go on to differ: the group fails. */
+static gemini_status_t replicas_differ(const gmi_group_t *g, uint32_t rank, const double *all, const char *label) {
+  const uint32_t other = rank % g->reduce.ranks;
+  char why[GMI_GROUP_WHY_BYTES];
+  snprintf(
+      why, sizeof why,
+      "replicas differ: ranks %u and %u have the same slices of %.96s, but other bytes in them: their squares add up "
+      "to %.17g and %.17g",
+      other, rank, label, all[other], all[rank]);
+  gmi_group_give_up(g, why);
+  return gmi_fail(GEMINI_ERR_PEER, 0, "%s", why);
+}
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum) {
-  double *all = calloc(g->reduce.ranks, sizeof *all);
-  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->reduce.ranks);
+  const uint32_t shard = g->reduce.ranks;
+  double *all = calloc(g->ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->ranks);
   gemini_status_t status = gmi_group_exchange_locked(m, g, sum, sizeof *sum, all, label);
   if (!status) *sum = 0;
-  for (uint32_t r = 0; !status && r < g->reduce.ranks; r++) *sum += all[r];
+  for (uint32_t r = 0; !status && r < g->ranks; r++) {
+    if (r < shard) *sum += all[r];
+    else if (all[r] != all[r % shard] && !(isnan(all[r]) && isnan(all[r % shard])))
+      status = replicas_differ(g, r, all, label);
+  }
   free(all);
   return status;
 }
@@ -442,8 +538,9 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
   const gmi_group_t *g = gmi_group_get(m, handle);
   if (!g) return GEMINI_ERR_HANDLE;
   gemini_group_stats_t stats = { .struct_size = sizeof stats,
-                                 .rank = g->gather.rank,
-                                 .ranks = g->gather.ranks,
+                                 .rank = g->rank,
+                                 .ranks = g->ranks,
+                                 .shard_ranks = g->gather.ranks,
                                  .gathered_chunks = g->gathered_chunks,
                                  .gathered_bytes = g->gathered_bytes,
                                  .reduced_chunks = g->reduced_chunks,
@@ -531,7 +628,7 @@ static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const c
   gemini_status_t status = m->device.ops->stream.native(m->device.self, stream, &native);
   if (status) return gmi_fail_device(status, "device %s does not name a group's stream", m->device.ops->name);
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, comm_of(c)->rank);
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, c->group->rank);
   status = carry_out(c, native);
   gmi_wait_end(m, &wait);
   return status;

@@ -29,7 +29,10 @@ typedef struct gmi_report {
 typedef struct gmi_group {
   uint32_t index;
   uint64_t generation;
-  gmi_comm_t gather, reduce, exchange; /* exchange.ops NULL: there is no third one */
+  uint32_t rank, ranks; /* of all replicas, which exchange */
+  /* gather and reduce have the rank and ranks of the replica, among which chunks are divided. exchange.ops NULL: there
+   * is no third one */
+  gmi_comm_t gather, reduce, exchange;
   /* Atomic: its device hears of a failure of a communicator that queues; NULL: not yet, or never. A word that nothing
    * depends on: it is stored before the first collective, and loaded by failures. */
   _Atomic(gmi_manager_t *) tells;
@@ -90,7 +93,8 @@ gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *bu
 /* A gemini_group_exchange() of the library's own. Blocks, with the lock held. */
 gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, const void *mine, uint64_t size_bytes,
                                           void *all_out, const char *label);
-/* Adds a value of each rank, in the order of ranks. Blocks. */
+/* Adds a value of each rank of the replica, in the order of ranks. Blocks. PEER: it is another one in another replica,
+ * whose ranks have other bytes in their slices. */
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum);
 /* The first failure that this group has noticed, recorded; GEMINI_OK: none. Any thread, no lock. */
 gemini_status_t gmi_group_failure(const gmi_group_t *g);

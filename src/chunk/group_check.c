@@ -73,7 +73,7 @@ static uint64_t first_difference(const gmi_journal_op_t *a, const gmi_journal_op
 /* Finds the operator, and says what the two ranks have there. all: digests. */
 static gemini_status_t find(const gmi_group_t *g, const gmi_journal_t *j, const digest_t *all, uint32_t other,
                             char *why_out, size_t size) {
-  const uint32_t ranks = g->gather.ranks;
+  const uint32_t ranks = g->ranks;
   uint64_t count = all[0].op_count > all[other].op_count ? all[0].op_count : all[other].op_count;
   for (uint32_t r = 0; r < ranks; r++)
     if (all[r].op_count > count) count = all[r].op_count;
@@ -109,7 +109,7 @@ static gemini_status_t find(const gmi_group_t *g, const gmi_journal_t *j, const 
 
 static gemini_status_t compare(const gmi_group_t *g, const gmi_journal_t *j, const digest_t *mine, char *why_out,
                                size_t size) {
-  const uint32_t ranks = g->gather.ranks;
+  const uint32_t ranks = g->ranks;
   digest_t *all = calloc(ranks, sizeof *all);
   if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the digests of %u ranks", ranks);
   gemini_status_t status = exchange(g, mine, sizeof *mine, all);
@@ -143,7 +143,7 @@ static void *check_main(void *user) {
 }
 
 gemini_status_t gmi_group_check_open(gmi_group_t *g) {
-  if (g->gather.ranks == 1) return GEMINI_OK;
+  if (g->ranks == 1) return GEMINI_OK;
   gmi_group_check_t *k = calloc(1, sizeof *k);
   if (!k) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the comparisons of a group");
   pthread_mutex_init(&k->lock, NULL);
@@ -187,7 +187,7 @@ gemini_status_t gmi_group_check_post(gmi_manager_t *m, gmi_group_t *g, gmi_journ
   if (g->exchanging && g->exchange.ops)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, g->gather.rank);
+  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, g->rank);
   gemini_status_t status = gmi_group_check_settle(g);
   gmi_wait_end(m, &wait);
   if (status) return status;

@@ -43,7 +43,8 @@ typedef struct {
   gmi_manager_t *m;
   gmi_group_t *group; /* NULL: this process alone */
   const char *directories, *name, *call;
-  gmi_part_id_t id;
+  uint32_t rank, ranks; /* of all replicas, which meet */
+  gmi_part_id_t id;     /* of the part that this rank writes, if it is one of the first replica */
   gmi_part_id_t before; /* rank 0: of the checkpoint that is to be replaced; number 0: there is none */
   report_t *reports;    /* of all ranks, from the last meeting: the group's, or the one below */
   report_t alone;
@@ -75,7 +76,7 @@ static gemini_status_t meet(session_t *k, gemini_status_t status, report_t mine,
   if (status) memcpy(mine.message, own.message, sizeof own.message);
   gemini_status_t exchanged = exchange(k, &mine, sizeof mine, k->reports, what);
   if (own.status) return gmi_fail_again(&own);
-  for (uint32_t r = 0; !exchanged && r < k->id.ranks; r++)
+  for (uint32_t r = 0; !exchanged && r < k->ranks; r++)
     if (k->reports[r].status)
       return gmi_fail(k->reports[r].status, k->reports[r].native_code, "rank %u: %.400s", r, k->reports[r].message);
   return exchanged;
@@ -89,22 +90,24 @@ static gemini_status_t meet_in_rounds(session_t *k, gemini_status_t (*work)(void
     if (!done) status = work(user, gmi_now_ns() + ROUND_NS, &done);
     status = meet(k, status, (report_t){ .done = done }, what);
     all = true;
-    for (uint32_t r = 0; r < k->id.ranks; r++) all &= k->reports[r].done;
+    for (uint32_t r = 0; r < k->ranks; r++) all &= k->reports[r].done;
   }
   return status;
 }
 
-/* Compares a value for each arena of this manager with the other ranks'. differs: what it means if one is another. */
-static gemini_status_t meet_over_arenas(session_t *k, const uint64_t mine[GMI_ARENAS], const char *what,
+/* Compares a value for each arena of this manager with the other ranks'; of_slices: of a sharded one only with those of
+ * the ranks that have the same slices. differs: what it means if one is another. */
+static gemini_status_t meet_over_arenas(session_t *k, const uint64_t mine[GMI_ARENAS], bool of_slices, const char *what,
                                         const char *differs) {
-  uint64_t *all = calloc((uint64_t)k->id.ranks * GMI_ARENAS, sizeof *all);
+  uint64_t *all = calloc((uint64_t)k->ranks * GMI_ARENAS, sizeof *all);
   gemini_status_t status = meet(k, all ? GEMINI_OK : no_memory(), (report_t){ 0 }, what);
   if (!status) status = exchange(k, mine, GMI_ARENAS * sizeof *mine, all, what);
-  for (uint32_t r = 1; !status && r < k->id.ranks; r++)
+  for (uint32_t r = 1; !status && r < k->ranks; r++)
     for (uint32_t i = 0; !status && i < GMI_ARENAS; i++) {
       const gmi_arena_t *a = gmi_arena_at(k->m, i);
-      if (all[(uint64_t)r * GMI_ARENAS + i] != all[i])
-        status = gmi_fail(GEMINI_ERR_INVALID, 0, "rank %u differs from rank 0: %s arena %s", r, differs,
+      const uint32_t other = of_slices && a && gmi_arena_is_sharded(a) ? r % k->id.ranks : 0;
+      if (all[(uint64_t)r * GMI_ARENAS + i] != all[(uint64_t)other * GMI_ARENAS + i])
+        status = gmi_fail(GEMINI_ERR_INVALID, 0, "rank %u differs from rank %u: %s arena %s", r, other, differs,
                           a ? a->name : "that this rank lacks");
     }
   free(all);
@@ -113,9 +116,13 @@ static gemini_status_t meet_over_arenas(session_t *k, const uint64_t mine[GMI_AR
 
 static gemini_status_t session_open(gmi_manager_t *m, gemini_group_t group, const char *directories, const char *name,
                                     const char *call, session_t *k) {
-  *k = (session_t){ .m = m, .directories = directories, .name = name, .call = call, .id = { .ranks = 1 } };
+  *k = (session_t){ .m = m, .directories = directories, .name = name, .call = call, .ranks = 1, .id = { .ranks = 1 } };
   if (group && !(k->group = gmi_group_get(m, group))) return GEMINI_ERR_HANDLE;
-  if (k->group) k->id = (gmi_part_id_t){ .rank = k->group->gather.rank, .ranks = k->group->gather.ranks };
+  if (k->group) {
+    k->rank = k->group->rank;
+    k->ranks = k->group->ranks;
+    k->id = (gmi_part_id_t){ .rank = k->group->gather.rank, .ranks = k->group->gather.ranks };
+  }
   k->reports = k->group ? k->group->reports : &k->alone;
   return GEMINI_OK;
 }
@@ -138,7 +145,7 @@ static uint64_t names_hash(const session_t *k) {
   return k->name ? gmi_hash_text(hash, k->name) : hash;
 }
 static gemini_status_t check_names_agree(const session_t *k) {
-  for (uint32_t r = 1; r < k->id.ranks; r++)
+  for (uint32_t r = 1; r < k->ranks; r++)
     if (k->reports[r].values[2] != k->reports[0].values[2])
       return gmi_fail(GEMINI_ERR_INVALID, 0,
                       "rank %u differs from rank 0: name is another, \"%.60s\" here, or chunk_bytes, %llu here", r,
@@ -209,7 +216,7 @@ typedef struct {
   gmi_store_t *store;
   gmi_kept_t *kept;
   uint32_t count;
-  uint64_t replicas[GMI_ARENAS]; /* checksums of the arenas that are not sharded */
+  uint64_t copies[GMI_ARENAS]; /* checksums of what other ranks have, too */
 } writer_t;
 
 static gemini_status_t check_sharded(const session_t *k, gmi_arena_t *a) {
@@ -255,10 +262,19 @@ static gemini_status_t prepare(const session_t *k) {
   return status;
 }
 
+/* Does this rank write at all? */
+static bool is_writer(const session_t *k) { return k->rank < k->id.ranks; }
+/* Is the chunk saved? The next sums replace those that an update has taken. */
+static bool is_saved(const gmi_arena_t *a) {
+  return !gmi_arena_is_sharded(a) || !gmi_arena_has_sums(a) || a->shard.summed;
+}
 /* Does this rank write the chunk? */
 static bool writes(const session_t *k, const gmi_arena_t *a, const gmi_chunk_t *c) {
-  if (!gmi_arena_is_sharded(a)) return c->index % k->id.ranks == k->id.rank;
-  return !gmi_arena_has_sums(a) || a->shard.summed; /* the next sums replace those that an update has taken */
+  return is_writer(k) && is_saved(a) && (gmi_arena_is_sharded(a) || c->index % k->id.ranks == k->id.rank);
+}
+/* Do other ranks have the same chunk? */
+static bool is_copy(const session_t *k, const gmi_arena_t *a) {
+  return is_saved(a) && k->ranks > (gmi_arena_is_sharded(a) ? k->id.ranks : 1);
 }
 
 static uint32_t zeros_crc(uint32_t crc, uint64_t bytes) {
@@ -268,12 +284,12 @@ static uint32_t zeros_crc(uint32_t crc, uint64_t bytes) {
   return crc;
 }
 
-static gemini_status_t write_chunk(writer_t *w, const gmi_arena_t *a, gmi_chunk_t *c) {
+static gemini_status_t write_chunk(writer_t *w, gmi_arena_t *a, gmi_chunk_t *c) {
   const session_t *k = w->session;
   gmi_manager_t *m = k->m;
-  const bool compared = !gmi_arena_is_sharded(a) && k->id.ranks > 1, mine = writes(k, a, c);
-  const bool zeros = gmi_chunk_has(c, GMI_VALID_ZERO);
-  const uint64_t left = atomic_load(&a->size) - ((uint64_t)c->index << m->cut.chunk_shift);
+  const bool compared = is_copy(k, a), mine = writes(k, a, c), zeros = gmi_chunk_has(c, GMI_VALID_ZERO);
+  const uint64_t size = atomic_load(&gmi_saved_store(m, a)->size), at = (uint64_t)c->index << m->cut.chunk_shift;
+  const uint64_t left = size > at ? size - at : 0;
   const uint64_t used = left < gmi_chunk_bytes(m) ? left : gmi_chunk_bytes(m);
   gemini_status_t status = GEMINI_OK;
   if (!compared && (!mine || zeros)) return GEMINI_OK;
@@ -282,7 +298,7 @@ static gemini_status_t write_chunk(writer_t *w, const gmi_arena_t *a, gmi_chunk_
   if (status) return status;
   if (compared) {
     const uint32_t crc = zeros ? zeros_crc(0, used) : gmi_crc32c(0, gmi_chunk_host(m, c), used);
-    w->replicas[a->index] = gmi_hash(w->replicas[a->index], crc);
+    w->copies[a->index] = gmi_hash(w->copies[a->index], crc);
   }
   if (!mine || zeros) return GEMINI_OK;
   char owner[112];
@@ -328,7 +344,7 @@ static gemini_status_t write_round(void *user, uint64_t until_ns, bool *done) {
   writer_t *w = user;
   gmi_manager_t *m = w->session->m;
   gmi_arena_t *a;
-  gemini_status_t status = w->store ? GEMINI_OK : open_store(w);
+  gemini_status_t status = w->store || !is_writer(w->session) ? GEMINI_OK : open_store(w);
   m->file.checkpointing = true; /* what is in files stays there, so that its copies on the host need not go back */
   while (!status && !*done && gmi_now_ns() < until_ns) {
     gmi_chunk_t *c = next_chunk(m, &w->at, &a);
@@ -435,7 +451,7 @@ static gemini_status_t begin(session_t *k, int *lock_out) {
  * where there are no locks: they go with the next checkpoint. */
 static gemini_status_t sweep_round(void *user, uint64_t until_ns, bool *done) {
   const session_t *k = user;
-  *done = k->id.rank || gmi_saved_sweep(gmi_files_sys_of(k->m), k->directories, k->name, k->before.number, until_ns);
+  *done = k->rank || gmi_saved_sweep(gmi_files_sys_of(k->m), k->directories, k->name, k->before.number, until_ns);
   return GEMINI_OK;
 }
 
@@ -446,18 +462,18 @@ static gemini_status_t write_all(session_t *k, writer_t *w, bool *in_force_out, 
   k->id.token = k->reports[0].values[1];
   gemini_status_t status = check_names_agree(k);
   hash_layout(k->m, layout);
-  if (!status) status = meet_over_arenas(k, layout, "arenas", "other name, kind, size, tensors or content of");
+  if (!status) status = meet_over_arenas(k, layout, false, "arenas", "other name, kind, size, tensors or content of");
   if (status) return status;
-  *written_out = true;
+  *written_out = is_writer(k);
   status = meet_in_rounds(k, write_round, w, "writing");
   if (!status)
-    status = meet_over_arenas(k, w->replicas, "arenas that are not sharded",
+    status = meet_over_arenas(k, w->copies, true, "what several ranks have",
                               "its bytes, of which one copy would be saved, are others in");
   if (status) return status;
-  status = finish_part(w, &sum);
+  if (is_writer(k)) status = finish_part(w, &sum);
   status = meet(k, status, (report_t){ .values = { sum } }, "parts");
   if (status) return status;
-  if (!k->id.rank) status = commit(k, in_force_out);
+  if (!k->rank) status = commit(k, in_force_out);
   status = meet(k, status, (report_t){ .values = { *in_force_out } }, "commit");
   if (!k->parted) *in_force_out = k->reports[0].values[0];
   return status ? status : meet_in_rounds(k, sweep_round, k, "removing the checkpoint before");
@@ -475,7 +491,7 @@ static gemini_status_t checkpoint(gmi_manager_t *m, gemini_group_t group, const 
   w = calloc(1, sizeof *w);
   status = w ? check_names(&k, NAME_BYTES) : no_memory();
   if (!status) status = prepare(&k);
-  if (!status && !k.id.rank) status = begin(&k, &lock);
+  if (!status && !k.rank) status = begin(&k, &lock);
   const report_t mine = { .values = { k.id.number, k.id.token, names_hash(&k) } };
   status = meet(&k, status, mine, "begin");
   if (!status) {
@@ -639,7 +655,7 @@ static gemini_status_t read_all(reader_t *r) {
   session_t *k = r->session;
   uint64_t layout[GMI_ARENAS];
   gemini_status_t status = check_names_agree(k);
-  for (uint32_t n = 1; !status && n < k->id.ranks; n++)
+  for (uint32_t n = 1; !status && n < k->ranks; n++)
     if (memcmp(k->reports[n].values, k->reports[0].values, sizeof k->reports[n].values) != 0)
       status = gmi_fail(GEMINI_ERR_INVALID, 0,
                         "rank %u differs from rank 0: it finds checkpoint %llu of the name %s, rank 0 finds %llu, or "
@@ -647,7 +663,7 @@ static gemini_status_t read_all(reader_t *r) {
                         n, (unsigned long long)k->reports[n].values[0], k->name,
                         (unsigned long long)k->reports[0].values[0]);
   hash_layout(k->m, layout);
-  if (!status) status = meet_over_arenas(k, layout, "arenas", "other name, kind, size or tensors of");
+  if (!status) status = meet_over_arenas(k, layout, false, "arenas", "other name, kind, size or tensors of");
   if (status) return status;
   status = meet_in_rounds(k, read_round, r, "reading");
   if (status) forget_all(k->m);

@@ -664,7 +664,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
                                    p->whole->name, c->index);
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
-  if (status) return g->reduce.ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
+  if (status) return g->ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
   gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
   gmi_group_sum_ends(g, end);
@@ -734,10 +734,10 @@ static gemini_status_t round_is_due(gmi_manager_t *m, gmi_arena_t *whole) {
     written = gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);
   if (whole->shard.due || whole->shard.reduced || (!written && whole->shard.since == m->bracket.op_serial_next))
     return GEMINI_OK;
-  bool *all = calloc(g->reduce.ranks, sizeof *all);
-  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->reduce.ranks);
+  bool *all = calloc(g->ranks, sizeof *all);
+  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->ranks);
   gemini_status_t status = gmi_group_exchange_locked(m, g, &written, sizeof written, all, whole->name);
-  for (uint32_t r = 0; !status && r < g->reduce.ranks; r++) whole->shard.due |= all[r];
+  for (uint32_t r = 0; !status && r < g->ranks; r++) whole->shard.due |= all[r];
   if (!status) whole->shard.since = m->bracket.op_serial_next;
   free(all);
   return status;

@@ -14,9 +14,10 @@
 #include "comm/failure.h"
 
 typedef struct caller {
-  gemini_comm_t table; /* a copy; Constant, as the next three */
+  gemini_comm_t table; /* a copy; Constant, as the next four */
   char name[32];
-  uint32_t rank, ranks;
+  uint32_t rank, ranks;        /* in the replica */
+  uint32_t all;                /* ranks of all replicas */
   gmi_first_failure_t failure; /* its code came with a function's own message */
 } caller_t;
 
@@ -76,18 +77,18 @@ static gemini_status_t reduce_scatter(void *self, void *buffer, uint64_t slice_c
                                       gmi_reduce_t reduce, void *stream, const char *label) {
   gemini_status_t checked = check_sum(dtype, reduce);
   if (checked) return checked;
-  CALL(c->ranks == 1 || !slice_count, reduce_scatter, label, buffer, slice_count, dtype, stream);
+  CALL(c->all == 1 || !slice_count, reduce_scatter, label, buffer, slice_count, dtype, stream);
 }
 static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t reduce,
                                   void *stream, const char *label) {
   gemini_status_t checked = check_sum(dtype, reduce);
   if (checked) return checked;
-  CALL(c->ranks == 1 || !count, all_reduce, label, buffer, count, dtype, stream);
+  CALL(c->all == 1 || !count, all_reduce, label, buffer, count, dtype, stream);
 }
 static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
   caller_t *own = self;
-  if (own->ranks == 1 && bytes && !gmi_has_failed(&own->failure)) memmove(all_out, mine, bytes);
-  CALL(c->ranks == 1, exchange, label, mine, bytes, all_out);
+  if (own->all == 1 && bytes && !gmi_has_failed(&own->failure)) memmove(all_out, mine, bytes);
+  CALL(c->all == 1, exchange, label, mine, bytes, all_out);
 }
 static gemini_status_t poll_failure(void *self) {
   caller_t *c = self;
@@ -141,8 +142,10 @@ static gemini_status_t check_table(const gemini_comm_t *t, uint32_t needs, const
   return GEMINI_OK;
 }
 
-gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs, const char *name, uint32_t rank,
-                                     uint32_t ranks, gmi_comm_listener_t listener, gmi_comm_t *comm_out) {
+gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs, const char *name,
+                                     const gmi_comm_config_t *config, gmi_comm_listener_t listener,
+                                     gmi_comm_t *comm_out) {
+  const uint32_t rank = config->rank, ranks = config->ranks, shard = gmi_comm_shard_ranks(ranks, config->shard_ranks);
   gemini_comm_t table;
   gemini_status_t status = gmi_struct_in(&table, sizeof table, theirs, GMI_V1_COMM, name);
   if (!status) status = check_table(&table, needs, name);
@@ -153,10 +156,11 @@ gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs
   caller_t *c = calloc(1, sizeof *c);
   if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a communicator");
   c->table = table;
-  c->rank = rank;
-  c->ranks = ranks;
+  c->rank = rank % shard;
+  c->ranks = shard;
+  c->all = ranks;
   snprintf(c->name, sizeof c->name, "%s", name);
   gmi_first_failure_open(&c->failure, rank, ranks, listener);
-  *comm_out = (gmi_comm_t){ table.flags & GEMINI_COMM_QUEUES ? &queueing : &blocking, c, rank, ranks };
+  *comm_out = (gmi_comm_t){ table.flags & GEMINI_COMM_QUEUES ? &queueing : &blocking, c, c->rank, c->ranks };
   return GEMINI_OK;
 }

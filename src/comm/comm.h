@@ -6,6 +6,12 @@
  * else, fails with GEMINI_ERR_PEER within the deadline; the message names the rank and, on both sides, what was called.
  * After the first failure every later call fails the same way on all ranks.
  *
+ * Replicas. A communicator can be of several replicas, of as many ranks each; replica 0 has the first ranks. rank,
+ * ranks and root are then those within the replica. Gathers and broadcasts stay within it. Reductions are over all
+ * ranks of all replicas: first within each, as its reductions are, rounded to dtype; then these results over the
+ * replicas, in their order, rounded again. exchange() is among all ranks of all replicas, in their order. Messages
+ * number all ranks.
+ *
  * Threads: collectives of one communicator are called by one thread at a time; exchange() by one thread at a time, also
  * beside a collective; the others by any thread. */
 #ifndef GMI_COMM_H
@@ -32,7 +38,11 @@ typedef struct gmi_comm_id {
 typedef struct gmi_comm_config {
   uint32_t rank, ranks;
   uint64_t deadline_ns; /* the longest wait for another rank that makes no progress; 0: 10 seconds */
+  uint32_t shard_ranks; /* of a replica, divides ranks; 0: there is one replica, of all ranks */
 } gmi_comm_config_t;
+static inline uint32_t gmi_comm_shard_ranks(uint32_t ranks, uint32_t shard_ranks) {
+  return shard_ranks ? shard_ranks : ranks;
+}
 
 /* label: what the call is for, such as an operator and a chunk; for messages. */
 typedef struct gmi_comm_ops {
@@ -91,9 +101,9 @@ typedef struct gmi_comm {
  * until its gmi_comm_shared_join() returns. */
 gemini_status_t gmi_comm_shared_id(uint32_t ranks, gmi_comm_id_t *id_out);
 /* Blocks until all ranks have joined.
- * INVALID: id, rank or ranks are not of one group. EXISTS: another process has this rank. UNSUPPORTED: rank 0 is of
- * another user. PEER: rank 0 has ended, or not all ranks joined within the deadline; the message names those that are
- * missing. */
+ * INVALID: id, rank or ranks are not of one group, or shard_ranks does not divide ranks. EXISTS: another process has
+ * this rank. UNSUPPORTED: rank 0 is of another user. PEER: rank 0 has ended, not all ranks joined within the deadline,
+ * of which the message names those that are missing, or a rank has another shard_ranks. */
 gemini_status_t gmi_comm_shared_join(const gmi_comm_id_t *id, const gmi_comm_config_t *config, gmi_comm_t *comm_out);
 
 /* Processes with a GPU each, over NCCL 2.18 or later, which is opened at run time: libnccl.so.2, as the dynamic linker
@@ -128,6 +138,7 @@ typedef struct gmi_comm_nccl_config {
   uint64_t scratch_bytes; /* device memory for values of other ranks; 0: 32 MiB with rank_order, else 2 MiB */
   int32_t device;         /* the GPU's ordinal */
   bool rank_order;
+  uint32_t named, named_of; /* rank and ranks for messages, of all replicas; named_of 0: rank and ranks */
   gmi_comm_listener_t listener;
 } gmi_comm_nccl_config_t;
 
@@ -147,6 +158,7 @@ gemini_status_t gmi_comm_nccl_adopt(void *nccl_comm, const gmi_comm_nccl_config_
 /* A table of functions of the caller (gemini_comm_t), borrowed until close(). Checks what the functions return,
  * and calls none but abort() after the first failure. There is no deadline but the table's own. Reductions are
  * GMI_REDUCE_SUM; others are UNSUPPORTED.
+ * The deadline of the configuration is ignored. With replicas the functions are called as gemini/group.h says.
  * INVALID: a value of the table is out of range, or one of the functions in needs is NULL; name is the table's, for
  * messages. */
 enum {
@@ -154,7 +166,13 @@ enum {
   GMI_COMM_NEEDS_SUMS = 2,     /* reduce_scatter, all_reduce */
   GMI_COMM_NEEDS_EXCHANGES = 4 /* exchange */
 };
-gemini_status_t gmi_comm_caller_open(const gemini_comm_t *table, uint32_t needs, const char *name, uint32_t rank,
-                                     uint32_t ranks, gmi_comm_listener_t listener, gmi_comm_t *comm_out);
+gemini_status_t gmi_comm_caller_open(const gemini_comm_t *table, uint32_t needs, const char *name,
+                                     const gmi_comm_config_t *config, gmi_comm_listener_t listener,
+                                     gmi_comm_t *comm_out);
+
+/* One of replicas, made of two that queue: inside, of this replica's ranks, and across, of the ranks that have this
+ * rank's place in their replicas, in the order of these. It owns both, also if it fails (OOM_SYSTEM). A failure of one
+ * is not one of the other: the caller aborts. */
+gemini_status_t gmi_comm_hybrid_open(gmi_comm_t inside, gmi_comm_t across, gmi_comm_t *comm_out);
 
 #endif

@@ -224,7 +224,8 @@ static gemini_status_t make(const gmi_comm_nccl_config_t *config, bool adopted, 
   pthread_mutex_init(&n->turn, NULL);
   pthread_mutex_init(&n->lock, NULL);
   pthread_mutex_init(&n->ender_lock, NULL);
-  gmi_first_failure_open(&n->failure, n->rank, n->ranks, config->listener);
+  gmi_first_failure_open(&n->failure, config->named_of ? config->named : n->rank,
+                         config->named_of ? config->named_of : n->ranks, config->listener);
   status = open_device(n, config->device);
   if (!status) {
     uint64_t scratch = config->scratch_bytes ? config->scratch_bytes : n->rank_order ? SCRATCH_BYTES : GRANULE_BYTES;

@@ -11,6 +11,11 @@
  * So a call is compared before its bytes are used. Ranks need not report that they have read: when a rank writes piece
  * p, all ranks have written piece p - 1, so they have read piece p - 2, which was in the same buffer.
  *
+ * Replicas. Each channel has a team: the ranks that call together on it, whose places are at equal distances.
+ * Reductions use two channels, one within the replica and one across replicas, each with buffers of its own: what is
+ * said above about reading holds for the ranks of one team. Where a rank waits for one that waits for another one
+ * itself, the message at the deadline names that one.
+ *
  * A wait is a futex wait of 10 ms at most. After each one the rank looks for what would make it wait for ever: a
  * failure that another rank has recorded, a rank that has left or whose process has ended, and the deadline. The first
  * failure is recorded in the memory and ends all calls of all ranks. */
@@ -41,9 +46,9 @@
 #define DEADLINE_NS UINT64_C(10000000000)
 enum { LOOK_NS = 10000000, ALIGNMENT = 128 };
 
-/* Collectives and exchanges are numbered apart, so that a host thread can exchange beside a stream. */
-enum { COLLECTIVES = 0, EXCHANGES = 1, CHANNELS = 2 };
-static const uint64_t piece_bytes[CHANNELS] = { 256 << 10, 4 << 10 };
+/* Collectives, those across replicas, and exchanges are numbered apart; a host thread can exchange beside a stream. */
+enum { COLLECTIVES = 0, ACROSS = 1, EXCHANGES = 2, CHANNELS = 3 };
+static const uint64_t piece_bytes[CHANNELS] = { 256 << 10, 64 << 10, 4 << 10 };
 
 enum { ALL_GATHER = 1, REDUCE_SCATTER, ALL_REDUCE, EXCHANGE, BROADCAST };
 static const char *const kinds[] = { "nothing", "all-gather", "reduce-scatter", "all-reduce", "exchange", "broadcast" };
@@ -61,13 +66,14 @@ typedef struct post {
                                                  * its call, loaded (acquire) before they are read */
   call_t call[2];                          /* of the pieces in the two buffers */
   uint64_t number[2];                      /* of these calls, from 1 */
+  _Atomic uint32_t awaits;                 /* Atomic: rank + 1 of whom it waits for, 0: nobody; for messages; relaxed */
 } post_t;
 
 enum { ABSENT, JOINING, JOINED, LEFT };
 typedef struct member {
   _Atomic uint32_t state; /* Atomic: ABSENT to JOINING by the process that gets the rank; JOINED is stored (release)
                            * behind the fields below and loaded (acquire) before they are read */
-  uint32_t pid;
+  uint32_t pid, shard_ranks;
   uint64_t start; /* of the process, as /proc/PID/stat has it: tells it from a later one of the same number */
   _Atomic uint64_t note[GMI_COMM_LABEL_BYTES / 8]; /* Atomic: text, for people only; relaxed */
 } member_t;
@@ -90,11 +96,17 @@ typedef struct group_id {
 } group_id_t;
 _Static_assert(sizeof(group_id_t) <= GMI_COMM_ID_BYTES, "an id holds it");
 
+/* Ranks first, first + step, ..., of which this one is number `own`. */
+typedef struct team {
+  uint32_t first, step, count, own;
+} team_t;
+
 typedef struct shared {
   region_t *region;
   post_t *posts[CHANNELS];       /* [ranks] */
   unsigned char *data[CHANNELS]; /* [ranks][2][piece_bytes] */
-  uint32_t rank, ranks;
+  uint32_t rank, ranks;          /* of all replicas */
+  team_t teams[CHANNELS];
   uint64_t deadline_ns;
   uint32_t piece[CHANNELS];  /* the last one */
   uint64_t number[CHANNELS]; /* of the last call */
@@ -113,6 +125,8 @@ static uint64_t data_at(uint32_t ranks, int channel) {
 static unsigned char *buffer(const shared_t *s, int channel, uint32_t rank, uint32_t piece) {
   return s->data[channel] + (rank * 2 + (piece & 1)) * piece_bytes[channel];
 }
+
+static uint32_t member_of(const team_t *team, uint32_t i) { return team->first + i * team->step; }
 
 /* ---- processes */
 typedef enum { RUNS, ENDED, UNKNOWN } life_t;
@@ -223,36 +237,56 @@ static const char *say_notes(const shared_t *s, char text_out[256]) {
   return text_out;
 }
 
+/* Whom peer waits for in a collective itself, and that one again; the last of them, and the channel of its wait. */
+static uint32_t awaited_in_the_end(const shared_t *s, uint32_t peer, int *channel) {
+  for (uint32_t n = 0; *channel != EXCHANGES && n < s->ranks; n++) {
+    uint32_t next = 0;
+    for (int c = COLLECTIVES; c <= ACROSS && !next; c++) {
+      next = atomic_load_explicit(&s->posts[c][peer].awaits, memory_order_relaxed);
+      if (next) *channel = c;
+    }
+    if (!next || next - 1 == s->rank) break;
+    peer = next - 1;
+  }
+  return peer;
+}
+
 /* What a rank looks for each time it has waited for `peer` in vain. */
 static gemini_status_t look(shared_t *s, int channel, const call_t *call, uint32_t peer, uint64_t begin_ns) {
   gemini_status_t status = failure(s->region);
   if (status) return status;
   const member_t *member = &s->region->members[peer];
-  const post_t *post = &s->posts[channel][peer];
-  char ours[192], theirs[192], notes[256];
+  char ours[192], theirs[192], notes[256], between[48] = "";
   say_call(call, s->number[channel], ours);
   if (atomic_load_explicit(&member->state, memory_order_acquire) == LEFT)
     return fail_all(s, "rank %u has left the group; rank %u waits for it in %s", peer, s->rank, ours);
   if (has_ended(member->pid, member->start))
     return fail_all(s, "rank %u (process %u) has ended; rank %u waits for it in %s", peer, member->pid, s->rank, ours);
   if (gmi_now_ns() - begin_ns < s->deadline_ns) return GEMINI_OK;
+  const uint32_t last = awaited_in_the_end(s, peer, &channel);
+  const post_t *post = &s->posts[channel][last];
   uint32_t newest = atomic_load_explicit(&post->written, memory_order_acquire) & 1;
-  return fail_all(s, "rank %u waited %.3g s for rank %u in %s; the latest call of rank %u is %s%s", s->rank,
-                  (double)s->deadline_ns / 1e9, peer, ours, peer,
+  if (last != peer) snprintf(between, sizeof between, ", which rank %u waits for,", peer);
+  return fail_all(s, "rank %u waited %.3g s for rank %u%s in %s; the latest call of rank %u is %s%s", s->rank,
+                  (double)s->deadline_ns / 1e9, last, between, ours, last,
                   say_call(&post->call[newest], post->number[newest], theirs), say_notes(s, notes));
 }
 
 /* Waits until a peer has written the piece. Pieces are compared by their distance, as their numbers wrap. */
 static gemini_status_t wait_for(shared_t *s, int channel, const call_t *call, uint32_t peer, uint32_t piece) {
-  _Atomic uint32_t *written = &s->posts[channel][peer].written;
+  _Atomic uint32_t *written = &s->posts[channel][peer].written, *awaits = &s->posts[channel][s->rank].awaits;
   uint64_t begin_ns = 0;
   uint32_t value;
   while ((int32_t)((value = atomic_load_explicit(written, memory_order_acquire)) - piece) < 0) {
-    if (!begin_ns) begin_ns = gmi_now_ns();
+    if (!begin_ns) {
+      begin_ns = gmi_now_ns();
+      atomic_store_explicit(awaits, peer + 1, memory_order_relaxed);
+    }
     gemini_status_t status = look(s, channel, call, peer, begin_ns);
     if (status) return status;
     futex_wait(written, value);
   }
+  if (begin_ns) atomic_store_explicit(awaits, 0, memory_order_relaxed);
   return GEMINI_OK;
 }
 
@@ -276,14 +310,16 @@ static unsigned char *piece_begin(shared_t *s, running_t *running) {
   return buffer(s, running->channel, s->rank, running->piece);
 }
 
-/* This rank's buffer is filled. On return the others' hold their bytes of the same call. */
+/* This rank's buffer is filled. On return the others' of the team hold their bytes of the same call. */
 static gemini_status_t piece_meet(shared_t *s, running_t *running) {
   post_t *post = &s->posts[running->channel][s->rank];
   post->call[running->piece & 1] = running->call;
   post->number[running->piece & 1] = s->number[running->channel];
   atomic_store_explicit(&post->written, running->piece, memory_order_release);
   futex_wake(&post->written);
-  for (uint32_t r = 0; r < s->ranks; r++) {
+  const team_t *team = &s->teams[running->channel];
+  for (uint32_t i = 0; i < team->count; i++) {
+    const uint32_t r = member_of(team, i);
     if (r == s->rank) continue;
     post_t *peer = &s->posts[running->channel][r];
     gemini_status_t status = wait_for(s, running->channel, &running->call, r, running->piece);
@@ -300,9 +336,10 @@ static gemini_status_t piece_meet(shared_t *s, running_t *running) {
   return GEMINI_OK;
 }
 
-/* Gathers mine of all ranks at all_out, in the order of ranks. mine may be its own place there. */
+/* Gathers mine of the ranks of the channel's team at all_out, in their order. mine may be its own place there. */
 static gemini_status_t gather(shared_t *s, int channel, call_t call, const unsigned char *mine, unsigned char *all_out,
                               const char *label) {
+  const team_t *team = &s->teams[channel];
   running_t running;
   uint64_t at = 0;
   gemini_status_t status = call_begin(s, &running, channel, call, label);
@@ -312,8 +349,9 @@ static gemini_status_t gather(shared_t *s, int channel, call_t call, const unsig
     unsigned char *out = piece_begin(s, &running);
     if (now) memcpy(out, mine + at, now);
     if ((status = piece_meet(s, &running))) return status;
-    for (uint32_t r = 0; r < s->ranks && now; r++)
-      memmove(all_out + r * call.bytes + at, r == s->rank ? mine + at : buffer(s, channel, r, running.piece), now);
+    for (uint32_t i = 0; i < team->count && now; i++)
+      memmove(all_out + i * call.bytes + at,
+              i == team->own ? mine + at : buffer(s, channel, member_of(team, i), running.piece), now);
     at += now;
   } while (at < call.bytes);
   return status;
@@ -323,14 +361,15 @@ static gemini_status_t all_gather(void *self, void *data, uint64_t slice_bytes, 
   (void)stream;
   shared_t *s = self;
   call_t call = { .kind = ALL_GATHER, .bytes = slice_bytes };
-  return gather(s, COLLECTIVES, call, (unsigned char *)data + s->rank * slice_bytes, data, label);
+  return gather(s, COLLECTIVES, call, (unsigned char *)data + s->teams[COLLECTIVES].own * slice_bytes, data, label);
 }
 /* Only the root's bytes count; the other ranks show none, but take part, so that a difference between ranks is seen. */
 static gemini_status_t broadcast(void *self, void *data, uint64_t bytes, uint32_t root, void *stream,
                                  const char *label) {
   (void)stream;
   shared_t *s = self;
-  if (root >= s->ranks) return gmi_fail(GEMINI_ERR_INVALID, 0, "root is %u, must be below %u", root, s->ranks);
+  const team_t *team = &s->teams[COLLECTIVES];
+  if (root >= team->count) return gmi_fail(GEMINI_ERR_INVALID, 0, "root is %u, must be below %u", root, team->count);
   running_t running;
   uint64_t at = 0;
   gemini_status_t status =
@@ -339,9 +378,9 @@ static gemini_status_t broadcast(void *self, void *data, uint64_t bytes, uint32_
     uint64_t left = bytes - at, now = left < piece_bytes[COLLECTIVES] ? left : piece_bytes[COLLECTIVES];
     if (status) return status;
     unsigned char *out = piece_begin(s, &running), *here = (unsigned char *)data + at;
-    if (now && s->rank == root) memcpy(out, here, now);
+    if (now && team->own == root) memcpy(out, here, now);
     if ((status = piece_meet(s, &running))) return status;
-    if (now && s->rank != root) memcpy(here, buffer(s, COLLECTIVES, root, running.piece), now);
+    if (now && team->own != root) memcpy(here, buffer(s, COLLECTIVES, member_of(team, root), running.piece), now);
     at += now;
   } while (at < bytes);
   return status;
@@ -351,26 +390,35 @@ static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, vo
   return gather(self, EXCHANGES, call, mine, all_out, label);
 }
 
-/* Each rank shows, for each other one, a part of that rank's slice; scatter false: the same part for all. */
-static gemini_status_t reduce(shared_t *s, call_t call, unsigned char *data, bool scatter, const char *label) {
-  const uint64_t width = gmi_dtype_bytes(call.dtype), shares = scatter ? s->ranks : 1;
-  const uint64_t most = piece_bytes[COLLECTIVES] / shares / width * width;
+/* Each rank of the team shows, for each other one, a part of that one's slice; scatter false: the same part for all. */
+static gemini_status_t reduce(shared_t *s, int channel, call_t call, unsigned char *data, bool scatter,
+                              const char *label) {
+  const team_t *team = &s->teams[channel];
+  const uint64_t width = gmi_dtype_bytes(call.dtype), shares = scatter ? team->count : 1;
+  const uint64_t most = piece_bytes[channel] / shares / width * width;
   const void *from[GMI_COMM_RANKS];
   running_t running;
   uint64_t at = 0;
-  gemini_status_t status = call_begin(s, &running, COLLECTIVES, call, label);
+  gemini_status_t status = call_begin(s, &running, channel, call, label);
   do {
     uint64_t left = call.bytes - at, now = left < most ? left : most;
     if (status) return status;
     unsigned char *out = piece_begin(s, &running);
     for (uint64_t r = 0; r < shares && now; r++) memcpy(out + r * most, data + r * call.bytes + at, now);
     if ((status = piece_meet(s, &running))) return status;
-    uint64_t share = scatter ? s->rank : 0;
-    for (uint32_t r = 0; r < s->ranks; r++) from[r] = buffer(s, COLLECTIVES, r, running.piece) + share * most;
-    gmi_reduce(call.dtype, (gmi_reduce_t)call.reduce, s->ranks, from, data + share * call.bytes + at, now / width);
+    uint64_t share = scatter ? team->own : 0;
+    for (uint32_t i = 0; i < team->count; i++)
+      from[i] = buffer(s, channel, member_of(team, i), running.piece) + share * most;
+    gmi_reduce(call.dtype, (gmi_reduce_t)call.reduce, team->count, from, data + share * call.bytes + at, now / width);
     at += now;
   } while (at < call.bytes);
   return status;
+}
+
+/* Replaces what this replica has reduced at data by the reduction over all replicas. */
+static gemini_status_t reduce_across(shared_t *s, call_t call, unsigned char *data, const char *label) {
+  call.kind = ALL_REDUCE;
+  return s->teams[ACROSS].count > 1 ? reduce(s, ACROSS, call, data, false, label) : GEMINI_OK;
 }
 
 static gemini_status_t reduce_scatter(void *self, void *data, uint64_t slice_count, uint32_t dtype, gmi_reduce_t how,
@@ -378,8 +426,11 @@ static gemini_status_t reduce_scatter(void *self, void *data, uint64_t slice_cou
   (void)stream;
   gemini_status_t status = gmi_reduce_check(dtype, how);
   if (status) return status;
+  shared_t *s = self;
   call_t call = { REDUCE_SCATTER, dtype, (uint32_t)how, 0, slice_count * gmi_dtype_bytes(dtype), "" };
-  return reduce(self, call, data, true, label);
+  status = reduce(s, COLLECTIVES, call, data, true, label);
+  if (status) return status;
+  return reduce_across(s, call, (unsigned char *)data + s->teams[COLLECTIVES].own * call.bytes, label);
 }
 static gemini_status_t all_reduce(void *self, void *data, uint64_t count, uint32_t dtype, gmi_reduce_t how,
                                   void *stream, const char *label) {
@@ -387,7 +438,8 @@ static gemini_status_t all_reduce(void *self, void *data, uint64_t count, uint32
   gemini_status_t status = gmi_reduce_check(dtype, how);
   if (status) return status;
   call_t call = { ALL_REDUCE, dtype, (uint32_t)how, 0, count * gmi_dtype_bytes(dtype), "" };
-  return reduce(self, call, data, false, label);
+  status = reduce(self, COLLECTIVES, call, data, false, label);
+  return status ? status : reduce_across(self, call, data, label);
 }
 
 static gemini_status_t poll_failure(void *self) { return failure(((shared_t *)self)->region); }
@@ -466,6 +518,8 @@ static gemini_status_t id_read(const gmi_comm_id_t *from, const gmi_comm_config_
     return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, the id is of a group of %u", config->ranks, id.ranks);
   if (config->rank >= id.ranks)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "rank is %u, must be below ranks, %u", config->rank, id.ranks);
+  if (config->shard_ranks && id.ranks % config->shard_ranks)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "shard_ranks is %u, must divide ranks, %u", config->shard_ranks, id.ranks);
   *id_out = id;
   return GEMINI_OK;
 }
@@ -526,6 +580,11 @@ static gemini_status_t wait_joined(shared_t *s) {
     }
     futex_wait(&region->joined, joined);
   }
+  for (uint32_t r = 0; r < s->ranks; r++) {
+    const uint32_t theirs = region->members[r].shard_ranks, ours = region->members[s->rank].shard_ranks;
+    if (theirs != ours)
+      return fail_all(s, "ranks differ: rank %u joins with shard_ranks %u, rank %u with %u", s->rank, ours, r, theirs);
+  }
   return GEMINI_OK;
 }
 
@@ -540,6 +599,10 @@ static gemini_status_t join(const group_id_t *id, const gmi_comm_config_t *confi
   s->rank = config->rank;
   s->ranks = id->ranks;
   s->deadline_ns = config->deadline_ns ? config->deadline_ns : DEADLINE_NS;
+  const uint32_t shard = gmi_comm_shard_ranks(s->ranks, config->shard_ranks), own = s->rank % shard;
+  s->teams[COLLECTIVES] = (team_t){ s->rank - own, 1, shard, own };
+  s->teams[ACROSS] = (team_t){ own, shard, s->ranks / shard, s->rank / shard };
+  s->teams[EXCHANGES] = (team_t){ 0, 1, s->ranks, s->rank };
   member_t *member = &s->region->members[s->rank];
   uint32_t absent = ABSENT;
   if (!atomic_compare_exchange_strong(&member->state, &absent, JOINING)) {
@@ -547,6 +610,7 @@ static gemini_status_t join(const group_id_t *id, const gmi_comm_config_t *confi
     munmap(s->region, id->bytes);
     return GEMINI_ERR_EXISTS;
   }
+  member->shard_ranks = shard;
   member->pid = (uint32_t)getpid();
   (void)process_life(member->pid, &member->start);
   atomic_store_explicit(&member->state, JOINED, memory_order_release);
@@ -568,6 +632,7 @@ gemini_status_t gmi_comm_shared_join(const gmi_comm_id_t *from, const gmi_comm_c
     free(s);
     return status;
   }
-  *comm_out = (gmi_comm_t){ &shared_ops, s, s->rank, s->ranks };
+  const team_t *replica = &s->teams[COLLECTIVES];
+  *comm_out = (gmi_comm_t){ &shared_ops, s, replica->own, replica->count };
   return GEMINI_OK;
 }

@@ -204,7 +204,7 @@ static void lose(gmi_manager_t *m, gmi_gathers_t *g) {
   g->active = GMI_NONE;
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     const gmi_group_t *group = gmi_group_at(m, i);
-    if (group && group->arenas && group->gather.ranks > 1)
+    if (group && group->arenas && group->ranks > 1)
       gmi_group_give_up(group, "no memory to record the gathers of an iteration");
   }
 }
@@ -335,7 +335,7 @@ static gemini_status_t post(gmi_manager_t *m, gmi_gathers_t *g, const gmi_trace_
   gemini_status_t status = GEMINI_OK;
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
     gmi_group_t *group = gmi_group_at(m, i);
-    if (!group || !group->arenas || group->gather.ranks == 1) continue;
+    if (!group || !group->arenas || group->ranks == 1) continue;
     gmi_journal_t *j = kind ? kind->groups[i].journal : journal_make(m, r, trace, i);
     if (!j) return no_memory(r);
     if (!kind) fresh->groups[i].journal = j;
@@ -360,12 +360,12 @@ static gemini_status_t agree(gmi_manager_t *m, gmi_gathers_t *g, uint32_t group,
   gmi_group_t *ranks = gmi_group_at(m, group);
   ending_t *e = &g->ending;
   if (e->next == e->count) {
-    uint64_t *all = calloc(ranks->gather.ranks, (count + 1) * sizeof *all);
+    uint64_t *all = calloc(ranks->ranks, (count + 1) * sizeof *all);
     uint64_t *agreed = realloc(e->agreed, (e->count + count + 1) * sizeof *agreed);
     if (agreed) e->agreed = agreed;
     gemini_status_t status = all && agreed ? GEMINI_OK : no_memory(record_of(g));
     if (!status) status = gmi_group_exchange_locked(m, ranks, values, count * sizeof *values, all, label);
-    for (uint64_t i = 0; !status && i < (uint64_t)ranks->gather.ranks * count; i++)
+    for (uint64_t i = 0; !status && i < (uint64_t)ranks->ranks * count; i++)
       if (most ? all[i] > values[i % count] : all[i] < values[i % count]) values[i % count] = all[i];
     free(all);
     if (status) return status;

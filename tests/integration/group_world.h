@@ -28,10 +28,10 @@ typedef struct {
   void (*copy)(uint32_t ordinal, void *native, void *to, const void *from, uint64_t bytes, bool to_device);
   uint64_t scale, layers; /* chunks, and tensors, are so much larger; 0: 1 */
   bool alone;             /* ranks is 1, and there is no group */
-  uint32_t replicas;      /* hybrid sharding: groups of ranks / replicas ranks, each with a model; 0: 1 */
+  uint32_t replicas;      /* hybrid sharding: of ranks / replicas ranks each; 0: 1 */
 } shape_t;
-/* The ranks of a group. */
-static inline uint32_t group_ranks(const shape_t *shape) {
+/* The ranks of a replica. */
+static inline uint32_t shard_ranks(const shape_t *shape) {
   return shape->replicas ? shape->ranks / shape->replicas : shape->ranks;
 }
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
@@ -259,13 +259,20 @@ OWN_MEMORY static void model_backward(rank_t *k, uint32_t step) {
         model->local[r][i] = rounded(k, model->local[r][i] + rounded(k, gradient_of(k, r, step, i, model->param[i])));
   model->written = true;
 }
-/* The sums of all ranks' gradients, in the order of ranks, added to those of earlier micro-batches. */
+/* The sum of an element's gradients in a replica, in the order of ranks. */
+OWN_MEMORY static float model_sum(const rank_t *k, uint32_t first, uint64_t i) {
+  float sum = k->model.local[first][i];
+  for (uint32_t r = first + 1; r < first + shard_ranks(&k->shape); r++) sum += k->model.local[r][i];
+  return rounded(k, sum);
+}
+/* The sums of all ranks' gradients, in the order of replicas, added to those of earlier micro-batches. */
 OWN_MEMORY static void model_reduce(rank_t *k) {
   model_t *model = &k->model;
   if (!model->written) return;
   for (uint64_t i = 0; i < model->first[LAYERS]; i++) {
-    float sum = model->local[0][i];
-    for (uint32_t r = 1; r < k->shape.ranks; r++) sum += model->local[r][i];
+    float sum = model_sum(k, 0, i);
+    for (uint32_t r = shard_ranks(&k->shape); r < k->shape.ranks; r += shard_ranks(&k->shape))
+      sum += model_sum(k, r, i);
     for (uint32_t r = 0; r < k->shape.ranks; r++) model->local[r][i] = 0;
     model->gradient[i] = model->summed ? rounded(k, model->gradient[i] + rounded(k, sum)) : rounded(k, sum);
   }
@@ -386,8 +393,9 @@ static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gr
   if (shape->placement) c.placement = shape->placement;
   c.device_ordinal = shape->ordinal;
   k->w = world_open(c);
-  group.rank = rank % group_ranks(shape);
-  group.ranks = group_ranks(shape);
+  group.rank = rank;
+  group.ranks = shape->ranks;
+  group.shard_ranks = shape->replicas ? shard_ranks(shape) : 0;
   if (!shape->alone) CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
   open_arenas(k, k->group);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
@@ -562,7 +570,7 @@ static gemini_status_t check_norm(rank_t *k) {
     double norms[RANKS_MOST];
     status = gemini_group_exchange(k->w.mgr, k->group, &norm, sizeof norm, norms);
     if (status) return status;
-    for (uint32_t r = 0; r < group_ranks(&k->shape); r++) CHECK(!memcmp(&norms[r], &norm, sizeof norm));
+    for (uint32_t r = 0; r < k->shape.ranks; r++) CHECK(!memcmp(&norms[r], &norm, sizeof norm));
   }
   return GEMINI_OK;
 }
@@ -665,7 +673,7 @@ static void check_stored(rank_t *k, int fd) {
 
 /* Bytes of a chunk that the rank keeps: slices are multiples of 256 elements, the last rank keeps what is left over. */
 static uint64_t own_bytes(const shape_t *shape, uint32_t rank) {
-  const uint32_t ranks = group_ranks(shape);
+  const uint32_t ranks = shard_ranks(shape);
   uint64_t chunk = chunk_of(shape), slice = chunk / shape->element_bytes / ranks / 256 * 256 * shape->element_bytes;
   return rank + 1 == ranks ? chunk - (ranks - 1) * slice : slice;
 }
@@ -684,11 +692,13 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   CHECK_EQ(atomic_load(&k->wrong), 0);
   uint64_t updated = atomic_load(&k->updated), all[RANKS_MOST], sum = 0;
   CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &updated, sizeof updated, all));
-  for (uint32_t r = 0; r < group_ranks(shape); r++) sum += all[r];
-  CHECK_EQ(sum, STEPS * k->model.first[LAYERS]); /* each element once a step, by one rank of a group */
+  for (uint32_t r = 0; r < shape->ranks; r++) sum += all[r];
+  /* each element once a step, by one rank of each replica */
+  CHECK_EQ(sum, STEPS * k->model.first[LAYERS] * (shape->ranks / shard_ranks(shape)));
   check_stored(k, fd);
-  CHECK_EQ(stats.ranks, group_ranks(shape));
-  CHECK_EQ(stats.rank, rank % group_ranks(shape));
+  CHECK_EQ(stats.ranks, shape->ranks);
+  CHECK_EQ(stats.rank, rank);
+  CHECK_EQ(stats.shard_ranks, shard_ranks(shape));
   const uint64_t chunk = chunk_of(shape);
   uint64_t chunks = (k->model.first[LAYERS] * shape->element_bytes + chunk - 1) / chunk;
   CHECK_EQ(k->model.rounds >= STEPS, true);
@@ -697,7 +707,8 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   if (shape->device_chunks >= 64 && !shape->micro_batches)
     CHECK_EQ(stats.gathered_chunks - gathered_first, (STEPS - 1) * chunks);
   else CHECK(stats.gathered_chunks - gathered_first >= (STEPS - 1) * chunks);
-  CHECK_EQ(stats.gathered_bytes, stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, stats.rank));
+  CHECK_EQ(stats.gathered_bytes,
+           stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank % shard_ranks(shape)));
   figures_t s = world_stats(&k->w);
   CHECK(s.planned_iterations > 0);
   CHECK(s.peak_bytes[HOST] <= shape->host_chunks * chunk);

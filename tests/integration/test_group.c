@@ -154,6 +154,7 @@ typedef struct {
   uint32_t slice, slices; /* of a chunk: this rank's, and how many */
   uint64_t meetings, calls;
   uint64_t fail_at; /* the call that fails with IO; 0: none does */
+  bool wrong;       /* adds another value than the other ranks */
 } table_user_t;
 
 static gemini_status_t table_failure(const char *text) {
@@ -197,13 +198,19 @@ static gemini_status_t table_broadcast(void *user, void *buffer, uint64_t bytes,
   if (!status) memcpy(buffer, u->area->bytes[root], bytes);
   return status;
 }
-/* Adds count values from value `first` of all ranks, in the order of ranks. */
+/* Adds count values from value `first` of all ranks, in the order of ranks; of replicas, inside them first. */
 static void add_all(const table_user_t *u, void *to, uint64_t first, uint64_t count, uint32_t dtype) {
   const uint32_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
   for (uint64_t i = 0; i < count; i++) {
-    float sum = get_value(u->area->bytes[0], first + i, width);
-    for (uint32_t r = 1; r < u->ranks; r++) sum += get_value(u->area->bytes[r], first + i, width);
-    put_value(to, i, width, sum);
+    float sum = 0, replica = 0, all = 0;
+    for (uint32_t r = 0; r < u->ranks; r++) {
+      const float value = get_value(u->area->bytes[r], first + i, width);
+      sum = r % u->slices ? sum + value : value;
+      if ((r + 1) % u->slices) continue;
+      put_value(&replica, 0, width, sum);
+      all = r < u->slices ? get_value(&replica, 0, width) : all + get_value(&replica, 0, width);
+    }
+    put_value(to, i, width, all);
   }
 }
 static gemini_status_t table_scatter(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
@@ -212,7 +219,9 @@ static gemini_status_t table_scatter(void *user, void *buffer, uint64_t count, u
   const uint64_t width = dtype == GEMINI_DTYPE_BF16 ? 2 : 4;
   CHECK(!stream && strstr(label, "of arena"));
   gemini_status_t status = bring(u, buffer, count * width * u->slices);
-  if (!status) add_all(u, (unsigned char *)buffer + u->slice * count * width, u->slice * count, count, dtype);
+  unsigned char *own = (unsigned char *)buffer + u->slice * count * width;
+  if (!status) add_all(u, own, u->slice * count, count, dtype);
+  if (!status && u->wrong) put_value(own, 0, (uint32_t)width, 1 + get_value(own, 0, (uint32_t)width));
   return status;
 }
 static gemini_status_t table_reduce(void *user, void *buffer, uint64_t count, uint32_t dtype, void *stream,
@@ -248,7 +257,7 @@ typedef struct {
 static gemini_group_config_t config_over(tables_of_t *t, area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
                                          uint64_t fail_at) {
   for (uint32_t i = 0; i < GEMINI_GROUP_COMMS; i++) {
-    t->users[i] = (table_user_t){ &areas[i], rank, ranks, rank, ranks, 0, 0, i == table ? fail_at : 0 };
+    t->users[i] = (table_user_t){ &areas[i], rank, ranks, rank, ranks, 0, 0, i == table ? fail_at : 0, false };
     t->tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
     t->tables[i].user = &t->users[i];
     if (i == 0) t->tables[i].all_gather = table_gather, t->tables[i].broadcast = table_broadcast;
@@ -299,14 +308,33 @@ static void test_training_over_functions_of_the_caller(void) {
   process_check(before);
 }
 
-/* Hybrid sharding: two groups of two ranks have a model each, and sums are those of all four ranks, in their order. */
+/* ---- hybrid sharding: two replicas of two ranks */
+static void test_replicas_train_over_shared_memory(void) {
+  process_t before = process_now();
+  for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
+    shape_t shape = { .ranks = 4, .replicas = 2, .stage = stage, .device_chunks = 64, .host_chunks = 96 };
+    shape.element_bytes = stage == GEMINI_ZERO_GRADIENTS ? 4 : 2;
+    shape.unused = stage == GEMINI_ZERO_PARAMS;
+    if (stage == GEMINI_ZERO_STATES) shape.micro_batches = 2;
+    if (stage == GEMINI_ZERO_GRADIENTS) shape.micro_batches = 1, shape.parts = true;
+    if (stage == GEMINI_ZERO_PARAMS) shape.device_chunks = 24, shape.host_chunks = 16, shape.file_chunks = 100;
+    train(&shape);
+  }
+  shape_t copies = { .ranks = 3, .replicas = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 64, .host_chunks = 96 };
+  copies.element_bytes = 4; /* replicas of one rank: nothing is gathered */
+  train(&copies);
+  process_check(before);
+}
+
 static gemini_group_config_t config_of_replicas(void *user, uint32_t rank) {
   area_t *areas = user;
-  gemini_group_config_t c = config_of_tables(areas + rank / 2 * GEMINI_GROUP_COMMS, rank % 2, 2, 0, 0);
-  own_tables.users[1] = (table_user_t){ .area = &areas[1], .rank = rank, .ranks = 4, .slice = rank % 2, .slices = 2 };
+  gemini_group_config_t c = config_of_tables(areas, rank, 4, 0, 0);
+  own_tables.users[0] = (table_user_t){ .area = &areas[rank / 2 * 3], .rank = rank % 2, .ranks = 2 };
+  own_tables.users[1].slice = rank % 2;
+  own_tables.users[1].slices = 2;
   return c;
 }
-static void test_hybrid_sharding_over_functions_of_the_caller(void) {
+static void test_replicas_train_over_functions_of_the_caller(void) {
   process_t before = process_now();
   for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
     shape_t shape = { .ranks = 4, .replicas = 2, .stage = stage, .device_chunks = 64, .host_chunks = 64 };
@@ -317,6 +345,40 @@ static void test_hybrid_sharding_over_functions_of_the_caller(void) {
     areas_end(areas);
   }
   process_check(before);
+}
+
+/* Functions that give another replica other bits: the first norm finds that, on all ranks. */
+static void parting_rank(const shape_t *shape, uint32_t rank, area_t *areas) {
+  static rank_t k;
+  rank_open(&k, shape, rank, config_of_replicas(areas, rank));
+  own_tables.users[1].wrong = rank == 3;
+  CHECK_OK(gemini_iteration_begin(k.w.mgr));
+  CHECK_OK(micro_batch(&k, 0));
+  double norm;
+  gemini_access_t all = world_whole(k.grads, GEMINI_READ, DEVICE);
+  CHECK_STATUS(gemini_norm(k.w.mgr, &all, GEMINI_DTYPE_F32, k.w.stream, &norm), GEMINI_ERR_PEER);
+  CHECK_SAYS(world_error().message, "replicas differ: ranks 1 and 3 have the same slices of grad, but other bytes");
+  uint8_t byte = 0, bytes[RANKS_MOST]; /* what they have would go on to differ */
+  CHECK_STATUS(gemini_group_exchange(k.w.mgr, k.group, &byte, 1, bytes), GEMINI_ERR_PEER);
+  gemini_status_t closed = gemini_manager_close(k.w.mgr);
+  if (closed && closed != GEMINI_ERR_PEER && closed != GEMINI_ERR_DEVICE) CHECK_OK(closed);
+  model_free(&k);
+}
+static void test_replicas_that_part_are_noticed(void) {
+  const shape_t shape = {
+    .ranks = 4, .replicas = 2, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
+  };
+  area_t *areas = areas_make();
+  pid_t pids[RANKS_MOST];
+  for (uint32_t r = 1; r < shape.ranks; r++) {
+    pids[r] = fork_child();
+    if (pids[r]) continue;
+    parting_rank(&shape, r, areas);
+    exit(0);
+  }
+  parting_rank(&shape, 0, areas);
+  for (uint32_t r = 1; r < shape.ranks; r++) fork_expect_end(pids[r]);
+  areas_end(areas);
 }
 
 /* ---- ranks that fail, or do other than the others */
@@ -409,30 +471,36 @@ static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group
   model_free(&k);
 }
 
+static void fail_in(const shape_t *shape, failure_t how) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape->ranks, &id));
+  pid_t pids[RANKS_MOST];
+  for (uint32_t r = 1; r < shape->ranks; r++) {
+    pids[r] = fork_child();
+    if (pids[r]) continue;
+    failing_rank(shape, r, &id, how);
+    exit(0);
+  }
+  failing_rank(shape, 0, &id, how);
+  for (uint32_t r = 1; r < shape->ranks; r++) {
+    int end;
+    if (r == 1 && how == STOPS) CHECK(!kill(pids[r], SIGKILL));
+    CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
+    bool killed = r == 1 && (how <= KILLED_BEFORE_THE_NORM || how == STOPS);
+    CHECK(killed ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0);
+  }
+}
 static void test_failing_ranks_are_named_by_all_others(void) {
   process_t before = process_now();
-  const shape_t shape = {
+  shape_t shape = {
     .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 64, .host_chunks = 64
   };
-  for (failure_t how = 0; how < FAILURES; how++) {
-    gemini_group_id_t id;
-    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, shape.ranks, &id));
-    pid_t pids[RANKS_MOST];
-    for (uint32_t r = 1; r < shape.ranks; r++) {
-      pids[r] = fork_child();
-      if (pids[r]) continue;
-      failing_rank(&shape, r, &id, how);
-      exit(0);
-    }
-    failing_rank(&shape, 0, &id, how);
-    for (uint32_t r = 1; r < shape.ranks; r++) {
-      int end;
-      if (r == 1 && how == STOPS) CHECK(!kill(pids[r], SIGKILL));
-      CHECK_EQ(waitpid(pids[r], &end, 0), pids[r]);
-      bool killed = r == 1 && (how <= KILLED_BEFORE_THE_NORM || how == STOPS);
-      CHECK(killed ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0);
-    }
-  }
+  for (failure_t how = 0; how < FAILURES; how++) fail_in(&shape, how);
+  shape.ranks = 4;
+  shape.replicas = 2; /* of which one alone can notice what happens in a gather */
+  fail_in(&shape, KILLED_IN_FORWARD);
+  fail_in(&shape, KILLED_IN_BACKWARD);
+  fail_in(&shape, NAMES_AN_OPERATOR_DIFFERENTLY);
   process_check(before);
 }
 
@@ -615,7 +683,9 @@ int main(void) {
   RUN(test_parts_are_updated_in_the_backward_pass);
   RUN(test_failing_ranks_are_named_by_all_others);
   RUN(test_training_over_functions_of_the_caller);
-  RUN(test_hybrid_sharding_over_functions_of_the_caller);
+  RUN(test_replicas_train_over_shared_memory);
+  RUN(test_replicas_train_over_functions_of_the_caller);
+  RUN(test_replicas_that_part_are_noticed);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
   RUN(test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood);

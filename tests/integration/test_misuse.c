@@ -1931,6 +1931,12 @@ static void test_groups_that_are_not_there_are_refused(void) {
   c.ranks = 3;
   REFUSED(INVALID, "ranks is 3|2", gemini_group_open, mgr, &c, &out);
   c = good;
+  c.shard_ranks = 3;
+  REFUSED(INVALID, "shard_ranks is 3|ranks, 2", gemini_group_open, mgr, &c, &out);
+  c.shard_ranks = 1;
+  c.rank = 2;
+  REFUSED(INVALID, "rank is 2|2", gemini_group_open, mgr, &c, &out);
+  c = good;
   c.struct_size = 47;
   REFUSED(INVALID, "struct_size is 47|48 to 4096", gemini_group_open, mgr, &c, &out);
   c = good;

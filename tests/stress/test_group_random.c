@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
   uint64_t seed, state; /* state: of the choices that all ranks make alike */
   uint64_t own_state;   /* of those that each rank makes by itself */
-  uint32_t rank, ranks, stage, element_bytes;
+  uint32_t rank, ranks, shard_ranks, stage, element_bytes;
   world_t w;
   gemini_group_t group;
   gemini_arena_t params, grads, masters;
@@ -219,16 +219,30 @@ static float *own_slices(rank_t *k, uint32_t t) {
   }
 }
 
+/* The sum of a value of each rank: in the order of ranks, within each replica first. */
+static float sum_over(const rank_t *k, const float values[]) {
+  float all = 0, sum = 0;
+  for (uint32_t r = 0; r < k->ranks; r++) {
+    sum = r % k->shard_ranks ? sum + values[r] : values[r];
+    if ((r + 1) % k->shard_ranks) continue;
+    all = r < k->shard_ranks ? rounded(k, sum) : all + rounded(k, sum);
+  }
+  return rounded(k, all);
+}
+
 /* ---- rounds of sums, as every rank expects them */
 static uint32_t chunk_count(const rank_t *k) { return (uint32_t)((k->end * k->element_bytes + CHUNK - 1) / CHUNK); }
 static uint64_t chunk_of(const rank_t *k, uint64_t element) { return element * k->element_bytes / CHUNK; }
 static void sums_add_chunk(rank_t *k) {
   const uint64_t c = chunk_count(k) - 1 - k->sums.reduced;
   for (uint64_t e = c * CHUNK / k->element_bytes; e < k->end && chunk_of(k, e) == c; e++) {
-    float sum = k->sums.local[0][e];
-    for (uint32_t r = 1; r < k->ranks; r++) sum += k->sums.local[r][e];
-    for (uint32_t r = 0; r < k->ranks; r++) k->sums.local[r][e] = 0;
-    k->g[e] = k->sums.summed ? rounded(k, k->g[e] + rounded(k, sum)) : rounded(k, sum);
+    float values[RANKS_MOST];
+    for (uint32_t r = 0; r < k->ranks; r++) {
+      values[r] = k->sums.local[r][e];
+      k->sums.local[r][e] = 0;
+    }
+    const float sum = sum_over(k, values);
+    k->g[e] = k->sums.summed ? rounded(k, k->g[e] + sum) : sum;
   }
   for (uint32_t t = 0; t < k->tensors; t++)
     if (chunk_of(k, k->first[t]) == c) k->sums.ready[t] = false;
@@ -326,12 +340,9 @@ static void run_op(rank_t *k, const op_t *op, uint32_t number, uint32_t script) 
     }
     k->has_gradient[t] = true;
     for (uint64_t e = k->first[t]; e < k->first[t] + k->elements[t]; e++) {
-      float sum = 0;
-      for (uint32_t r = 0; r < k->ranks; r++) {
-        float gradient = takes_part(k, r, t) ? gradient_of(k, r, e) : 0;
-        sum = r ? sum + gradient : gradient;
-      }
-      k->g[e] = rounded(k, sum);
+      float values[RANKS_MOST];
+      for (uint32_t r = 0; r < k->ranks; r++) values[r] = takes_part(k, r, t) ? gradient_of(k, r, e) : 0;
+      k->g[e] = sum_over(k, values);
     }
     if (takes_part(k, k->rank, t)) {
       gemini_access_t write = world_whole(k->grad[t], GEMINI_WRITE, DEVICE);
@@ -554,6 +565,7 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   k->ranks = 2 + choose(k, RANKS_MOST - 1);
   k->stage = choose(k, 4); /* GEMINI_ZERO_* */
   k->element_bytes = choose(k, 2) ? 4 : 2;
+  k->shard_ranks = choose(k, 2) ? k->ranks : k->ranks == 4 ? 2 : 1; /* of several replicas in half of all programs */
   uint64_t files = choose(k, 2) ? 0 : 100;
   k->files = files;
   gemini_config_t c = world_config(90, files ? 8 + choose(k, 16) : 100, files);
@@ -563,6 +575,7 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   gemini_group_config_t g = GEMINI_GROUP_CONFIG_INIT;
   g.rank = k->rank;
   g.ranks = k->ranks;
+  g.shard_ranks = k->shard_ranks;
   g.id = id;
   g.deadline_ns = UINT64_C(60000000000);
   CHECK_OK(gemini_group_open(k->w.mgr, &g, &k->group));

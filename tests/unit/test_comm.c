@@ -183,6 +183,153 @@ static void test_reductions(void) {
   for (uint32_t ranks = 1; ranks <= 4; ranks++) comm_world_threads(ranks, reductions, NULL);
 }
 
+/* ---- replicas. Each rank is a thread that knows its number among all. */
+typedef struct {
+  gmi_comm_id_t id;
+  gmi_comm_config_t config;
+  gmi_comm_t comm;
+  void *user;
+} member_t;
+static void run_replicas(uint32_t ranks, uint32_t shard_ranks, uint64_t deadline_ns, void *(*fn)(void *), void *user) {
+  pthread_t threads[COMM_WORLD_RANKS];
+  member_t members[COMM_WORLD_RANKS];
+  gmi_comm_id_t id = comm_world_id(ranks);
+  for (uint32_t r = 0; r < ranks; r++) {
+    members[r] = (member_t){ .id = id, .config = { r, ranks, deadline_ns, shard_ranks }, .user = user };
+    CHECK(!pthread_create(&threads[r], NULL, fn, &members[r]));
+  }
+  for (uint32_t r = 0; r < ranks; r++) CHECK(!pthread_join(threads[r], NULL));
+}
+static gmi_comm_t *join_replica(member_t *m) {
+  CHECK_EQ(gmi_comm_shared_join(&m->id, &m->config, &m->comm), GEMINI_OK);
+  CHECK_EQ(m->comm.rank, m->config.rank % m->config.shard_ranks);
+  CHECK_EQ(m->comm.ranks, m->config.shard_ranks);
+  return &m->comm;
+}
+
+enum { REPLICA_VALUES = 40001 };
+static void values_of(uint32_t rank, uint32_t n, uint16_t *out, uint64_t count) { /* bf16, near 1 or -1 */
+  uint64_t state = 1000 * n + rank + 1;
+  for (uint64_t i = 0; i < count; i++) {
+    const uint64_t random = check_random(&state) >> 40;
+    out[i] = (uint16_t)((random & 1 ? 0x8000 : 0) | (0x3F00 + (random >> 1 & 0xFF)));
+  }
+}
+/* In each replica first, rounded, and then over the replicas. */
+static void expect_replicas(const gmi_comm_config_t *c, uint16_t *const *in, gmi_reduce_t how, uint64_t from,
+                            uint64_t count, uint16_t *out) {
+  uint16_t *inside[COMM_WORLD_RANKS];
+  const void *parts[COMM_WORLD_RANKS], *sums[COMM_WORLD_RANKS];
+  const uint32_t replicas = c->ranks / c->shard_ranks;
+  for (uint32_t p = 0; p < replicas; p++) {
+    sums[p] = inside[p] = malloc(count * 2 + 1);
+    for (uint32_t r = 0; r < c->shard_ranks; r++) parts[r] = in[p * c->shard_ranks + r] + from;
+    gmi_reduce(GEMINI_DTYPE_BF16, how, c->shard_ranks, parts, inside[p], count);
+  }
+  gmi_reduce(GEMINI_DTYPE_BF16, how, replicas, sums, out, count);
+  for (uint32_t p = 0; p < replicas; p++) free(inside[p]);
+}
+static void *replica_works(void *user) {
+  member_t *m = user;
+  const gmi_comm_t *c = join_replica(m);
+  const uint32_t ranks = m->config.ranks, shard = m->config.shard_ranks, first = m->config.rank - c->rank;
+  static const uint64_t counts[] = { 0, 3, 8192, REPLICA_VALUES };
+  uint16_t *in[COMM_WORLD_RANKS], *mine = malloc(shard * REPLICA_VALUES * 2), *expected = malloc(REPLICA_VALUES * 2);
+  for (uint32_t r = 0; r < ranks; r++) in[r] = malloc(shard * REPLICA_VALUES * 2);
+  for (uint32_t n = 0; n < 8; n++) {
+    const uint64_t count = counts[n % 4];
+    const gmi_reduce_t how = n % 3 == 2 ? GMI_REDUCE_MAX : GMI_REDUCE_SUM;
+    for (uint32_t r = 0; r < ranks; r++) values_of(r, n, in[r], shard * count);
+    memcpy(mine, in[m->config.rank], shard * count * 2);
+    CHECK_EQ(c->ops->reduce_scatter(c->self, mine, count, GEMINI_DTYPE_BF16, how, NULL, "r"), GEMINI_OK);
+    expect_replicas(&m->config, in, how, c->rank * count, count, expected);
+    CHECK(!memcmp(mine + c->rank * count, expected, count * 2));
+    memcpy(mine, in[m->config.rank], count * 2);
+    CHECK_EQ(c->ops->all_reduce(c->self, mine, count, GEMINI_DTYPE_BF16, how, NULL, "r"), GEMINI_OK);
+    expect_replicas(&m->config, in, how, 0, count, expected);
+    CHECK(!memcmp(mine, expected, count * 2));
+    memcpy(mine + c->rank * count, in[m->config.rank], count * 2);
+    CHECK_EQ(c->ops->all_gather(c->self, mine, count * 2, NULL, "g"), GEMINI_OK);
+    for (uint32_t r = 0; r < shard; r++) CHECK(!memcmp(mine + r * count, in[first + r], count * 2));
+    memcpy(mine, in[m->config.rank], count * 2);
+    CHECK_EQ(c->ops->broadcast(c->self, mine, count * 2, shard - 1, NULL, "b"), GEMINI_OK);
+    CHECK(!memcmp(mine, in[first + shard - 1], count * 2));
+    uint32_t number = n * 100 + m->config.rank, all[COMM_WORLD_RANKS];
+    CHECK_EQ(c->ops->exchange(c->self, &number, sizeof number, all, "e"), GEMINI_OK);
+    for (uint32_t r = 0; r < ranks; r++) CHECK_EQ(all[r], n * 100 + r);
+  }
+  for (uint32_t r = 0; r < ranks; r++) free(in[r]);
+  free(mine);
+  free(expected);
+  c->ops->close(c->self);
+  return NULL;
+}
+static void test_replicas_gather_inside_and_reduce_over_all(void) {
+  run_replicas(4, 2, COMM_WORLD_DEADLINE_NS, replica_works, NULL);
+  run_replicas(6, 3, COMM_WORLD_DEADLINE_NS, replica_works, NULL);
+  run_replicas(6, 2, COMM_WORLD_DEADLINE_NS, replica_works, NULL);
+  run_replicas(3, 1, COMM_WORLD_DEADLINE_NS, replica_works, NULL);
+  run_replicas(3, 3, COMM_WORLD_DEADLINE_NS, replica_works, NULL);
+}
+
+/* Rank 1 does not come. Rank 0 waits for it inside, rank 3 across, and rank 2 for rank 0, across. */
+static void *one_is_missing(void *user) {
+  member_t *m = user;
+  const gmi_comm_t *c = join_replica(m);
+  float values[2] = { 0 };
+  if (m->config.rank == 1) {
+    while (!c->ops->poll(c->self)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  } else { /* rank 2 comes long before the others, so it fails first */
+    if (m->config.rank == 0) nanosleep(&(struct timespec){ 0, 300000000 }, NULL);
+    CHECK_EQ(c->ops->reduce_scatter(c->self, values, 1, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, NULL, "c"), GEMINI_ERR_PEER);
+  }
+  CHECK_SAYS(gmi_fail_message(), " waited 1 s for rank 1");
+  if (strstr(gmi_fail_message(), "rank 2 waited"))
+    CHECK_SAYS(gmi_fail_message(), "rank 1, which rank 0 waits for, in ");
+  c->ops->close(c->self);
+  return NULL;
+}
+static void test_who_is_waited_for_in_the_end_is_named(void) {
+  run_replicas(4, 2, UINT64_C(1000000000), one_is_missing, NULL);
+}
+
+static void *one_gives_up(void *user) {
+  member_t *m = user;
+  const gmi_comm_t *c = join_replica(m);
+  float values[2] = { 0 };
+  if (m->config.rank == 3) c->ops->abort(c->self, "its disk is full");
+  CHECK_EQ(c->ops->all_reduce(c->self, values, 1, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, NULL, "c"), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 3 gave up: its disk is full");
+  c->ops->close(c->self);
+  return NULL;
+}
+static void *one_sums_another(void *user) {
+  member_t *m = user;
+  const gmi_comm_t *c = join_replica(m);
+  float values[4] = { 0 };
+  CHECK_EQ(c->ops->reduce_scatter(c->self, values, 1, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, NULL,
+                                  m->config.rank < 2 ? "chunk 4" : "chunk 5"),
+           GEMINI_ERR_PEER); /* each replica agrees with itself */
+  CHECK_SAYS(gmi_fail_message(), "ranks differ: rank ");
+  CHECK_SAYS(gmi_fail_message(), "all-reduce of 4 bytes for chunk 5 (call 1)");
+  CHECK_SAYS(gmi_fail_message(), "all-reduce of 4 bytes for chunk 4 (call 1)");
+  c->ops->close(c->self);
+  return NULL;
+}
+static void *joins_another_way(void *user) {
+  member_t *m = user;
+  if (m->config.rank == 2) m->config.shard_ranks = 4;
+  CHECK_EQ(gmi_comm_shared_join(&m->id, &m->config, &m->comm), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "ranks differ: rank ");
+  CHECK_SAYS(gmi_fail_message(), "with shard_ranks ");
+  return NULL;
+}
+static void test_replicas_that_differ_fail(void) {
+  run_replicas(4, 2, COMM_WORLD_DEADLINE_NS, one_gives_up, NULL);
+  run_replicas(4, 2, COMM_WORLD_DEADLINE_NS, one_sums_another, NULL);
+  run_replicas(4, 2, COMM_WORLD_DEADLINE_NS, joins_another_way, NULL);
+}
+
 /* A host thread exchanges while another one gathers: their calls are numbered apart. */
 static void *exchange_often(void *user) {
   gmi_comm_t *c = user;
@@ -338,18 +485,20 @@ static void test_ids_and_ranks_that_do_not_fit_are_refused(void) {
   CHECK_EQ(gmi_comm_shared_id(0, &id), GEMINI_ERR_INVALID);
   CHECK_EQ(gmi_comm_shared_id(1025, &id), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "ranks is 1025, must be 1 to 1024");
-  CHECK_EQ(gmi_comm_shared_join(&other, &(gmi_comm_config_t){ 0, 1, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&other, &(gmi_comm_config_t){ 0, 1, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "not one of a group");
   id = comm_world_id(2);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "ranks is 3, the id is of a group of 2");
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 2, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 2, 2, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "rank is 2, must be below ranks, 2");
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0, 4 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_SAYS(gmi_fail_message(), "shard_ranks is 4, must divide ranks, 2");
   uint64_t begin = (uint64_t)time(NULL);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 2, 50000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 2, 50000000, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK_SAYS(gmi_fail_message(), "rank 0 waited 0.05 s for ranks to join: of 2 ranks these are missing: 1");
   CHECK((uint64_t)time(NULL) - begin < 60);
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_INVALID);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0, 0 }, &comm), GEMINI_ERR_INVALID);
   CHECK_SAYS(gmi_fail_message(), "or its rank 0 has joined already");
   CHECK(!comm.ops);
   process_check(before);
@@ -362,7 +511,7 @@ typedef struct {
 static void *join_as_1(void *user) {
   twice_t *t = user;
   gmi_comm_t comm = { 0 };
-  gemini_status_t status = gmi_comm_shared_join(&t->id, &(gmi_comm_config_t){ 1, 2, COMM_WORLD_DEADLINE_NS }, &comm);
+  gemini_status_t status = gmi_comm_shared_join(&t->id, &(gmi_comm_config_t){ 1, 2, COMM_WORLD_DEADLINE_NS, 0 }, &comm);
   if (status == GEMINI_ERR_EXISTS) {
     CHECK_SAYS(gmi_fail_message(), "rank 1 has joined already, in process ");
     t->refused++;
@@ -379,7 +528,7 @@ static void test_a_rank_joins_once(void) {
   for (int i = 0; i < 2; i++) CHECK(!pthread_create(&threads[i], NULL, join_as_1, &t));
   while (!t.refused) nanosleep(&(struct timespec){ 0, 1000000 }, NULL); /* the other one waits for rank 0 */
   gmi_comm_t comm = { 0 };
-  CHECK_EQ(gmi_comm_shared_join(&t.id, &(gmi_comm_config_t){ 0, 2, COMM_WORLD_DEADLINE_NS }, &comm), GEMINI_OK);
+  CHECK_EQ(gmi_comm_shared_join(&t.id, &(gmi_comm_config_t){ 0, 2, COMM_WORLD_DEADLINE_NS, 0 }, &comm), GEMINI_OK);
   for (int i = 0; i < 2; i++) CHECK(!pthread_join(threads[i], NULL));
   CHECK_EQ(t.refused, 1);
   CHECK_EQ(t.joined, 1);
@@ -392,7 +541,7 @@ static void test_a_rank_killed_before_all_have_joined_is_named(void) {
   gmi_comm_t comm = { 0 };
   pid_t child = fork_child();
   if (!child) {
-    (void)gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 3, COMM_WORLD_DEADLINE_NS }, &comm);
+    (void)gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 3, COMM_WORLD_DEADLINE_NS, 0 }, &comm);
     _exit(1);
   }
   nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
@@ -400,7 +549,7 @@ static void test_a_rank_killed_before_all_have_joined_is_named(void) {
   int end;
   CHECK_EQ(waitpid(child, &end, 0), child);
   /* It was killed before or after it joined: it is missing, or it has ended. */
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK(strstr(gmi_fail_message(), "rank 1 (process ") || strstr(gmi_fail_message(), "are missing: 1, 2"));
   process_check(before);
 }
@@ -420,7 +569,7 @@ static void test_the_id_of_a_process_that_has_ended(void) {
   close(ends[0]);
   close(ends[1]);
   gmi_comm_t comm = { 0 };
-  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0 }, &comm), GEMINI_ERR_PEER);
+  CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 1, 2, 0, 0 }, &comm), GEMINI_ERR_PEER);
   CHECK_SAYS(gmi_fail_message(), "which made the id, has ended");
 }
 
@@ -439,6 +588,9 @@ int main(void) {
   RUN(test_sums_of_floats_are_in_the_order_of_ranks);
   RUN(test_gathers_and_exchanges);
   RUN(test_reductions);
+  RUN(test_replicas_gather_inside_and_reduce_over_all);
+  RUN(test_who_is_waited_for_in_the_end_is_named);
+  RUN(test_replicas_that_differ_fail);
   RUN(test_exchanges_beside_collectives);
   RUN(test_calls_that_differ_name_both_sides);
   RUN(test_a_rank_that_stays_away_is_named_at_the_deadline);

@@ -97,7 +97,8 @@ static gmi_comm_t open_comm(table_t *t, uint32_t rank, uint32_t ranks) {
   gmi_comm_t comm;
   gemini_comm_t table = functions(t);
   const gmi_comm_listener_t listener = { listen_fn, t };
-  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", rank, ranks, listener, &comm), GEMINI_OK);
+  const gmi_comm_config_t config = { rank, ranks, 0, 0 };
+  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, listener, &comm), GEMINI_OK);
   memset(&table, 0xEE, sizeof table); /* it is borrowed until return */
   CHECK_EQ(comm.rank, rank);
   CHECK_EQ(comm.ranks, ranks);
@@ -228,7 +229,9 @@ static void test_abort_fails_every_later_call(void) {
     gmi_comm_t comm;
     gemini_comm_t table = functions(&t);
     if (!has) table.abort = NULL, table.poll = NULL;
-    CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", 1, 3, (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
+    CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &(gmi_comm_config_t){ 1, 3, 0, 0 },
+                                  (gmi_comm_listener_t){ 0 }, &comm),
+             GEMINI_OK);
     CHECK_EQ(comm.ops->poll(comm.self), GEMINI_OK);
     comm.ops->abort(comm.self, "no room");
     CHECK_EQ(t.aborts, has);
@@ -267,14 +270,37 @@ static void test_a_table_may_lack_what_is_not_needed(void) {
     if (i == 1) table.reduce_scatter = all.reduce_scatter, table.all_reduce = all.all_reduce;
     if (i == 2) table.exchange = all.exchange;
     for (int k = 0; k < 3; k++) {
-      gemini_status_t status =
-          gmi_comm_caller_open(&table, needs[k], "comms[9]", 0, 2, (gmi_comm_listener_t){ 0 }, &comm);
+      gemini_status_t status = gmi_comm_caller_open(&table, needs[k], "comms[9]", &(gmi_comm_config_t){ 0, 2, 0, 0 },
+                                                    (gmi_comm_listener_t){ 0 }, &comm);
       CHECK_EQ(status, i == k ? GEMINI_OK : GEMINI_ERR_INVALID);
       if (status) continue;
       CHECK(!comm.ops->queues);
       close_comm(&comm);
     }
   }
+}
+
+/* A rank that is all of its replica gathers nothing, but sums and exchanges with the others. */
+static void test_replicas_of_one_rank_sum(void) {
+  table_t t = { 0 };
+  gemini_comm_t table = functions(&t);
+  gmi_comm_t comm;
+  unsigned char buffer[16];
+  const gmi_comm_config_t config = { .rank = 2, .ranks = 4, .shard_ranks = 1 };
+  CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
+  CHECK_EQ(comm.rank, 0);
+  CHECK_EQ(comm.ranks, 1);
+  CHECK_EQ(comm.ops->broadcast(comm.self, buffer, 1, 0, NULL, "a"), GEMINI_OK);
+  CHECK_EQ(call(&comm, ALL_GATHER, buffer, "a"), GEMINI_OK);
+  CHECK_EQ(calls_of(&t), 0);
+  for (int f = REDUCE_SCATTER; f <= EXCHANGE; f++) {
+    CHECK_EQ(call(&comm, f, buffer, "a"), GEMINI_OK);
+    CHECK_EQ(t.calls[f], 1);
+  }
+  comm.ops->abort(comm.self, "no more");
+  CHECK_EQ(comm.ops->known(comm.self), GEMINI_ERR_PEER);
+  CHECK_SAYS(gmi_fail_message(), "rank 2 of 4: gave up: no more");
+  close_comm(&comm);
 }
 
 int main(void) {
@@ -284,6 +310,7 @@ int main(void) {
   RUN(test_success_leaves_the_last_error);
   RUN(test_abort_fails_every_later_call);
   RUN(test_wrong_arguments_are_refused);
+  RUN(test_replicas_of_one_rank_sum);
   RUN(test_a_table_may_lack_what_is_not_needed);
   return check_done();
 }

@@ -152,6 +152,7 @@ static void flip_byte(const char *path, off_t offset) {
 /* ---- a rank: sharded parameters and masters, and an arena that every rank has whole */
 typedef struct {
   uint32_t ranks, rank; /* ranks 0: no group, nothing is sharded */
+  uint32_t shard_ranks;
   uint64_t chunk_bytes, host_chunks, file_chunks;
   uint64_t last_size; /* of the last tensor; 0: as usual */
   const char *last_name;
@@ -190,6 +191,7 @@ static node_t node_open(const node_shape_t *shape, const gemini_group_id_t *id) 
     group.id = id;
     group.rank = shape->rank;
     group.ranks = shape->ranks;
+    group.shard_ranks = shape->shard_ranks;
     group.deadline_ns = LONG_NS;
     CHECK_OK(gemini_group_open(n.w.mgr, &group, &n.group));
   }
@@ -335,6 +337,32 @@ static void test_a_run_goes_on_with_other_ranks(void) {
   CHECK_EQ(files_in_dir(), 8);
   run_well((node_shape_t){ .ranks = 0 }, saves_fn, 9000);
   CHECK_EQ(files_in_dir(), 4);
+  clear_dir();
+  process_check(before);
+}
+
+/* The first replica writes, all read. */
+static void parted_fn(const node_shape_t *shape, const gemini_group_id_t *id, uint64_t seed) {
+  node_t n = node_open(shape, id);
+  node_fill(&n, seed + (shape->rank == 3)); /* which has the same slices as rank 1 */
+  CHECK_STATUS(node_save(&n), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message,
+             "rank 3 differs from rank 1: its bytes, of which one copy would be saved, are others");
+  node_close(&n);
+}
+static void test_replicas_save_once_and_all_load(void) {
+  process_t before = process_now();
+  const node_shape_t replicas = { .ranks = 4, .shard_ranks = 2 };
+  dir_make(dir);
+  run_well(replicas, save_fn, 300);
+  CHECK_EQ(files_in_dir(), 2 + 2 * 2);
+  run_well(replicas, parted_fn, 400);
+  CHECK_EQ(files_in_dir(), 2 + 2 * 2);
+  for (uint32_t ranks = 0; ranks <= 3; ranks++) run_well((node_shape_t){ .ranks = ranks }, load_fn, 300);
+  run_well((node_shape_t){ .ranks = 4, .shard_ranks = 1 }, load_fn, 300);
+  run_well((node_shape_t){ .ranks = 3 }, save_fn, 500);
+  run_well(replicas, load_fn, 500);
+  run_well((node_shape_t){ .ranks = 4, .shard_ranks = 2, .host_chunks = 10, .file_chunks = 100 }, saves_fn, 500);
   clear_dir();
   process_check(before);
 }
@@ -943,6 +971,7 @@ int main(void) {
   gmi_files_sys = &fault_sys;
   RUN(test_what_some_ranks_saved_others_load);
   RUN(test_a_run_goes_on_with_other_ranks);
+  RUN(test_replicas_save_once_and_all_load);
   RUN(test_a_checkpoint_of_one_process_is_loaded_by_ranks);
   RUN(test_slices_move_on_each_rank_by_itself);
   RUN(test_training_goes_on_with_other_ranks);

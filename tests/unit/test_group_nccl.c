@@ -111,10 +111,38 @@ static void test_sums_of_micro_batches_have_the_bits_of_the_model(void) {
   }
 }
 
+/* Two replicas of two ranks: each of their two sums has two values, so that NCCL's has the bits of the model, too. Their
+ * GPUs have a queue for each stream: ranks that share one would wait for each other in it, which no two GPUs do. */
+static shape_t shape_of_replicas(uint32_t stage, uint32_t element_bytes) {
+  shape_t shape = shape_of(4, stage, element_bytes);
+  fake_cuda.channels = 63;
+  shape.replicas = 2;
+  return shape;
+}
+static void test_replicas_have_the_bits_of_the_model(void) {
+  for (int order = 0; order < 2; order++) {
+    fakes_begin();
+    shape_t shape = shape_of_replicas(order ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_GRADIENTS, order ? 2 : 4);
+    shape.unused = order;
+    if (!order) shape.micro_batches = 2;
+    run_over_nccl(shape, order ? GEMINI_GROUP_RANK_ORDER : 0, LONG_NS, trains);
+    CHECK_EQ(fake_nccl_calls("ncclCommInitRankConfig"), 4 * GEMINI_GROUP_HYBRID_COMMS);
+    CHECK(order || (fake_nccl_calls("ncclReduceScatter") > 0 && fake_nccl_calls("ncclAllReduce") > 0));
+    CHECK_EQ(fake_nccl_calls("ncclReduceScatter") == 0, order);
+    fakes_end();
+  }
+  fakes_begin();
+  shape_t copies = shape_of(2, GEMINI_ZERO_STATES, 4); /* replicas of one rank */
+  copies.replicas = 2;
+  run_over_nccl(copies, 0, LONG_NS, trains);
+  CHECK_EQ(fake_nccl_calls("ncclBroadcast") + fake_nccl_calls("ncclReduceScatter"), 0);
+  fakes_end();
+}
+
 /* ---- the caller's communicators */
-static nccl_id_t ids[GEMINI_GROUP_COMMS];
+static nccl_id_t ids[2 * GEMINI_GROUP_HYBRID_COMMS]; /* of a second replica, and place in it, behind the others */
 static void ids_make(void) {
-  for (int i = 0; i < GEMINI_GROUP_COMMS; i++) CHECK_EQ(gmi_nccl_library()->unique_id(&ids[i]), 0);
+  for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) CHECK_EQ(gmi_nccl_library()->unique_id(&ids[i]), 0);
 }
 /* A context that is current for as long as the rank makes and ends communicators, as in a framework's thread. */
 static void context_begin(const rank_thread_t *t) {
@@ -154,6 +182,36 @@ static void trains_over_adopted(rank_thread_t *t) {
   train_rank(&t->shape, t->rank, t->group, t->fd);
   CHECK_EQ(fake_nccl_calls("ncclCommAbort"), 0);
   comms_end(t, comms);
+}
+static void replicas_over_adopted(rank_thread_t *t) {
+  void *comms[GEMINI_GROUP_HYBRID_COMMS];
+  const uint32_t replica = t->rank / 2, place = t->rank % 2;
+  nccl_config_t settings = NCCL_CONFIG_NON_BLOCKING;
+  settings.blocking = 1;
+  context_begin(t);
+  for (uint32_t i = 0; i < GEMINI_GROUP_HYBRID_COMMS; i++) {
+    const uint32_t rank = i == 2 ? t->rank : i == 3 ? replica : place, other = i == 2 ? 0 : i == 3 ? place : replica;
+    nccl_comm_t comm;
+    CHECK_EQ(gmi_nccl_library()->init_rank_config(&comm, i == 2 ? 4 : 2, ids[i + GEMINI_GROUP_HYBRID_COMMS * other],
+                                                  (int)rank, &settings),
+             0);
+    comms[i] = comm;
+  }
+  t->group.nccl_comms = comms;
+  train_rank(&t->shape, t->rank, t->group, t->fd);
+  for (int i = 0; i < GEMINI_GROUP_HYBRID_COMMS; i++) {
+    CHECK_EQ(gmi_nccl_library()->finalize(comms[i]), 0);
+    CHECK_EQ(gmi_nccl_library()->destroy(comms[i]), 0);
+  }
+  context_end(t);
+}
+static void test_replicas_over_the_callers_communicators(void) {
+  fakes_begin();
+  ids_make();
+  const gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
+  run(shape_of_replicas(GEMINI_ZERO_PARAMS, 4), group, replicas_over_adopted);
+  CHECK_EQ(fake_nccl_calls("ncclCommDestroy"), 4 * GEMINI_GROUP_HYBRID_COMMS);
+  fakes_end();
 }
 static void test_training_over_the_callers_communicators(void) {
   fakes_begin();
@@ -335,6 +393,36 @@ static void test_a_rank_that_stops_is_noticed_at_the_deadline(void) {
   shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
   shape.placement = GEMINI_PLACEMENT_CPU; /* masters stay on the host, where check_masters() reads them */
   run_over_nccl(shape, 0, SHORT_NS, stops_in_backward);
+  fakes_end();
+}
+
+/* Rank 3 stops: its replica notices at the deadline, and the other one at its own. */
+static void stops_in_a_replica(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  gemini_status_t status = GEMINI_OK;
+  rank_open(k, &t->shape, t->rank, t->group);
+  CHECK_OK(step(k, 0, true));
+  pthread_barrier_wait(&barrier);
+  const uint64_t begin = gmi_now_ns();
+  if (t->rank != 3) {
+    for (uint32_t n = 1; !status && n < 3; n++) status = step(k, n, true);
+    CHECK_EQ(status, GEMINI_ERR_PEER);
+    char words[32];
+    snprintf(words, sizeof words, "rank %u of 4: ", t->rank);
+    CHECK_SAYS(world_error().message, words);
+    CHECK(gmi_now_ns() - begin < 2 * SHORT_NS + MARGIN_NS);
+    CHECK_STATUS(gemini_stream_synchronize(k->w.mgr, k->w.stream), GEMINI_ERR_PEER);
+    check_masters(k);
+    CHECK_EQ(atomic_load(&k->wrong_on_host), 0);
+  }
+  pthread_barrier_wait(&barrier);
+  failed_close(k);
+}
+static void test_a_rank_that_stops_fails_all_replicas(void) {
+  fakes_begin();
+  shape_t shape = shape_of_replicas(GEMINI_ZERO_PARAMS, 4);
+  shape.placement = GEMINI_PLACEMENT_CPU; /* as above */
+  run_over_nccl(shape, 0, SHORT_NS, stops_in_a_replica);
   fakes_end();
 }
 
@@ -532,9 +620,12 @@ int main(void) {
   RUN(test_sums_in_the_order_of_ranks_have_the_bits_of_the_model);
   RUN(test_one_rank_trains_alone);
   RUN(test_sums_of_micro_batches_have_the_bits_of_the_model);
+  RUN(test_replicas_have_the_bits_of_the_model);
+  RUN(test_replicas_over_the_callers_communicators);
   RUN(test_training_over_the_callers_communicators);
   RUN(test_training_over_functions_that_queue);
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);
+  RUN(test_a_rank_that_stops_fails_all_replicas);
   RUN(test_a_wait_outside_of_the_library_ends_at_the_deadline);
   RUN(test_a_function_that_queues_and_fails);
   RUN(test_groups_that_do_not_fit_the_gpu_are_refused);

@@ -356,6 +356,8 @@ class GroupConfig(_Sized):
         ("deadline_ns", c_uint64),
         ("nccl_comms", POINTER(c_void_p)),
         ("comms", POINTER(POINTER(Comm))),
+        ("shard_ranks", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 
@@ -364,7 +366,7 @@ class GroupStats(_Sized):
         ("struct_size", c_uint32),
         ("rank", c_uint32),
         ("ranks", c_uint32),
-        ("reserved", c_uint32),
+        ("shard_ranks", c_uint32),
         ("gathered_chunks", c_uint64),
         ("gathered_bytes", c_uint64),
         ("reduced_chunks", c_uint64),

@@ -417,7 +417,15 @@ class Manager:
         self.lib.group_id_make(transport, ranks, out)
         return bytes(out.bytes)
 
-    def group_open(self, name: bytes, rank: int, ranks: int, deadline: float = 0.0, rank_order: bool = False) -> int:
+    def group_open(
+        self,
+        name: bytes,
+        rank: int,
+        ranks: int,
+        deadline: float = 0.0,
+        rank_order: bool = False,
+        shard_ranks: int = 0,
+    ) -> int:
         """Joins a group. Blocks until all ranks have.
 
         Args:
@@ -427,6 +435,8 @@ class Manager:
             deadline: Seconds that the library waits for a rank that makes no progress. 0: 10 seconds, over NCCL 60.
             rank_order: Over NCCL: add in the order of ranks, with the same bits in each run; slower. Over shared
                 memory that is always so.
+            shard_ranks: How many ranks divide arenas among themselves, a divisor of ranks: the group consists of
+                replicas of so many ranks, each with all bytes. 0: all ranks.
 
         Returns:
             The group's handle. It ends with the manager, or by group_close().
@@ -441,6 +451,7 @@ class Manager:
             ranks=ranks,
             id=ctypes.pointer(identity),
             deadline_ns=round(deadline * 1e9),
+            shard_ranks=shard_ranks,
         )
         group = ctypes.c_uint64()
         self.lib.group_open(self.handle, config, group)

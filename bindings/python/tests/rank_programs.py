@@ -209,18 +209,33 @@ def optimizer_of(model, name=None, **options):
 
 
 def steps(
-    model, optimizer, name, *, begin, end, count=4, clip=0.0, micro=1, columns=LENGTH, dtype=torch.float32, **inputs
+    model,
+    optimizer,
+    name,
+    *,
+    begin,
+    end,
+    count=4,
+    clip=0.0,
+    micro=1,
+    batches=1,
+    columns=LENGTH,
+    dtype=torch.float32,
+    **inputs,
 ):
     """Trains on rows begin to end of each batch, in `micro` parts, within no_sync() of a wrapper but for the last one.
-    Returns losses, and norms before and after clipping.
+
+    A step is of so many batches. Returns losses, and norms before and after clipping.
     """
     losses, norms, after = [], [], []
     for step in range(count):
         total, length = 0.0, (end - begin) // micro
-        for first in range(begin, end, length):
-            last = first + length >= end
+        parts = [(step + 100 * batch, first) for batch in range(batches) for first in range(begin, end, length)]
+        for number, first in parts:
+            last = (number, first) == parts[-1]
             with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-                loss = model(**rows(name, step, first, first + length, columns, dtype), **inputs)["loss"] / micro
+                loss = model(**rows(name, number, first, first + length, columns, dtype), **inputs)["loss"]
+                loss = loss / (micro * batches)
                 loss.backward()
             total += loss.item()
         losses.append(total)
@@ -299,6 +314,8 @@ def training(
     early=False,
     strict=True,
     kept=None,
+    shard_size=None,
+    mesh=False,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
@@ -306,10 +323,18 @@ def training(
     adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
     kept: how AdamW keeps its states and masters, as prepare() has it.
     early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
+    mesh: whether init() gets a mesh in the place of shard_size.
     """
     rank, count = rank_and_count()
     inputs = {} if branches is None else {"branches": branches[rank]}
-    with session(zero, memory, rank_order=rank_order, strict=strict) as opened:
+    replicas = {"shard_size": shard_size}
+    if mesh:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        shape, names = (count // shard_size, shard_size), ("replicate", "shard")
+        made = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        replicas = {"process_group": made}
+    with session(zero, memory, rank_order=rank_order, strict=strict, **replicas) as opened:
         torch.manual_seed(100 + rank)
         made = build(model, dtype)
         for name, param in made.named_parameters():
@@ -832,10 +857,10 @@ def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
         return {**out, "renewed": state(made, optimizer)}
 
 
-def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32", kept=None):
+def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32", kept=None, shard_size=None):
     """Trains and saves a checkpoint. dies: rank 1 is killed while it writes its slices of the second one."""
     rank, ranks = rank_and_count()
-    with session(deadline=4.0 if dies else 60.0):
+    with session(deadline=4.0 if dies else 60.0, shard_size=shard_size):
         made = build(model, dtype)
         made, optimizer = gm.prepare(made, optimizer_of(made, **(optimizer or {})), **(kept or {}))
         out = steps(made, optimizer, model, **share(ranks, rank), count=count, dtype=getattr(torch, dtype))
@@ -848,10 +873,10 @@ def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32",
         return {**out, "state": state(made, optimizer), "folder": folder}
 
 
-def loading(*, folder, model, count, optimizer=None, dtype="float32", kept=None):
+def loading(*, folder, model, count, optimizer=None, dtype="float32", kept=None, shard_size=None):
     """Loads a checkpoint into a model of other values, and goes on for `count` steps."""
     rank, ranks = rank_and_count()
-    with session():
+    with session(shard_size=shard_size):
         made = build(model, dtype)
         with torch.no_grad():
             for param in made.parameters():
@@ -1018,7 +1043,12 @@ def refusals():
         except gm.GeminiError as error:
             out[name] = str(error)
 
-    refused("zero", lambda: gm.init(device="cpu", device_memory="1MiB", host_memory="1MiB", zero=4))
+    small = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"}
+    refused("zero", lambda: gm.init(zero=4, **small))
+    refused("shard_size", lambda: gm.init(shard_size=3, **small))
+    refused("shard_sizes", lambda: gm.init(shard_size=1 + rank, **small))
+    line = torch.distributed.device_mesh.init_device_mesh("cpu", (count,))
+    refused("mesh", lambda: gm.init(process_group=line, **small))
     with session():
         made = build("gpt2")
         made.transformer.wpe.weight.grad = torch.ones_like(made.transformer.wpe.weight)

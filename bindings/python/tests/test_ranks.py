@@ -165,6 +165,12 @@ AT_THE_END_AND_EARLY = {
     **AT_THE_END,
     **{name: ("training", {**AT_THE_END[base][1], **more, "early": True}) for name, (base, more) in EARLY.items()},
 }
+# Two replicas of two ranks.
+REPLICAS = {
+    "replicas": ("training", {**CLIPPED, "zero": 3, "batches": 2, "shard_size": 2, "mesh": True}),
+    "replicas at the end": ("training", {"model": "gpt2", "zero": 2, "shard_size": 2}),
+    "replicas, early": ("training", {"model": "gpt2", "zero": 2, "shard_size": 2, "early": True}),
+}
 SKIPPED = ("backward", "step")
 LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
 OTHERS = {
@@ -200,7 +206,7 @@ def outcomes(tmp_path_factory):
     """By number of ranks and name of a case, the outcome of each rank."""
     out = {}
     larger = {name: {**CASES, **AT_THE_END_AND_EARLY}[name] for name in LARGER + LARGER_EARLY}
-    for ranks, cases in (2, {**CASES, **OTHERS}), (4, larger):
+    for ranks, cases in (2, {**CASES, **OTHERS}), (4, {**larger, **REPLICAS}):
         folder = tmp_path_factory.mktemp("ranks")
         if importlib.util.find_spec("transformers"):
             large = {"folder": str(folder / "large")}
@@ -232,6 +238,25 @@ def test_ranks_compute_what_one_process_computes(outcomes, ranks, name):
     if "clip" in arguments:
         assert min(wanted["norms"]) > arguments["clip"]
     check(good(outcomes[ranks, name]), wanted)
+
+
+def test_replicas_compute_what_one_process_computes(outcomes):
+    """Ranks of a replica divide the model; gradients are those of all ranks, and so are norms."""
+    wanted = by_one_process(**CLIPPED, batches=2)
+    assert min(wanted["norms"]) > CLIPPED["clip"]
+    found = good(outcomes[4, "replicas"])
+    check(found, wanted)
+    for rank, outcome in enumerate(found):
+        stats, all_ranks = outcome["stats"], outcomes[4, "zero 3"][rank]["stats"]
+        assert (stats["rank"], stats["ranks"], stats["shard_ranks"]) == (rank, 4, 2)
+        assert all_ranks["shard_ranks"] == 4
+        # Of a chunk, half comes from another rank, and not three quarters.
+        per_chunk, of_all = (one["gathered_bytes"] / one["gathered_chunks"] for one in (stats, all_ranks))
+        assert per_chunk == pytest.approx(of_all * 2 / 3, rel=0.05)
+    early = good(outcomes[4, "replicas, early"])
+    for outcome, end in zip(early, good(outcomes[4, "replicas at the end"])):
+        same_state(outcome, end)
+        assert outcome["losses"] == end["losses"] and all(outcome["parts"])
 
 
 def test_adapters_load_elsewhere(outcomes):
@@ -383,12 +408,14 @@ def test_checkpoints_know_no_number_of_ranks(tmp_path, outcomes):
             (program, {**kind, "folder": str(tmp_path / where / name), "model": "branches", "count": count})
             for name, kind in kinds.items()
         ]
+        cases[-1][1]["shard_size"] = {4: 2, 2: 1}.get(ranks)  # two replicas
         return [good(outcome) for outcome in zip(*run(tmp_path, ranks, "several", cases=cases))]
 
     kinds = {
         "adamw": {},
         "nadam": {"optimizer": NADAM},
         **{name: {"dtype": "bfloat16", "kept": KEPT[name][0]} for name in ("split16", "8bit, split16")},
+        "replicas": {"dtype": "bfloat16", "kept": KEPT["split16"][0]},
     }
     for where, saving, loading in ("four", 4, (1, 2, 3)), ("one", 1, (2,)):
         saved = [outcome[0] for outcome in all_run(saving, "saving", where, 2)]
@@ -748,6 +775,9 @@ def test_the_gpu_of_a_process(monkeypatch):
 def test_what_is_refused(outcomes):
     wanted = {
         "zero": 'zero is 4: want 1, 2, 3 or "auto"',
+        "shard_size": "shard_size is 3: want a divisor of the number of processes, 2",
+        "shard_sizes": "rank 0 has shard_size 1, rank 1 has 2: want the same",
+        "mesh": "process_group is a mesh of 1 dimensions: want 2",
         "adafactor": "Adafactor is not supported on several ranks",
         "another class": "Mine is not supported on several ranks",
         "early": "step_in_backward is for torch.optim.AdamW and Adam",

@@ -146,6 +146,7 @@ def init(
     zero: int | str = 3,
     deadline: float = 0.0,
     rank_order: bool = False,
+    shard_size: int | None = None,
     units: str = "auto",
     speculate: bool = True,
 ) -> _Init:
@@ -193,12 +194,16 @@ def init(
             to 1.
         process_group: A process group of torch.distributed whose processes train one model together, each with a device
             of its own; the budgets are those of one process. None: the default group, which is made if the script runs
-            under torchrun and has made none. All these processes have to call init().
+            under torchrun and has made none. All these processes have to call init(). A DeviceMesh of all processes
+            with the dimensions ("replicate", "shard") stands for the default group and shard_size.
         zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too;
             "auto": as 3, and the plan chooses how many parameters stay whole on the device between their uses.
         deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10, on GPUs 60.
         rank_order: With several processes on GPUs: add gradients in the order of the processes, with the same bits in
             each run, in place of an order that NCCL chooses; slower. On the simulated device that is always so.
+        shard_size: With several processes: how many of them, such as those of a machine, divide the model among
+            themselves (hybrid sharding): the first so many, the next ones, and so on. Each such replica has the whole
+            model, and gradients are added over all. It divides the number of processes. None: all of them.
         units: Whether the parameters of repeated blocks are acquired together, which costs the calling thread less.
             "auto": as long as all parameters, gradients, states and other tensors of the session fit on the device.
             "always": also where they do not. "never": each use by itself, except in unit(). With several processes
@@ -223,7 +228,7 @@ def init(
         raise GeminiError(f'zero is {zero!r}: want 1, 2, 3 or "auto"', "INVALID")
     if units not in _UNITS:
         raise GeminiError(f"units is {units!r}: want {', '.join(map(repr, _UNITS))}", "INVALID")
-    process_group = _ranks.find(process_group)
+    process_group, shard_size = _ranks.find(process_group, shard_size)
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if cuda and (device is None or _torch.device(device).index is None):
         device = _ranks.choose_gpu(process_group)
@@ -262,6 +267,7 @@ def init(
         zero=_ZERO_AUTO if isinstance(zero, str) else zero,
         deadline=deadline,
         rank_order=rank_order,
+        shard_size=shard_size,
         units=units,
         speculate=speculate,
     )

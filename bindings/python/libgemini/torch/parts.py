@@ -106,15 +106,17 @@ class Parts:
     def update(self) -> None:
         """Gradients were stored, and no function holds parameters: updates what waited for nothing else.
 
-        A part is as many chunks as there are ranks, or more: this rank's slices of these fill chunks of their own, so
-        that gradients that come next do not wait until a worker has read those of this part.
+        A part is as many chunks as there are ranks in a replica, or more: this rank's slices of these fill chunks of
+        their own, so that gradients that come next do not wait until a worker has read those of this part.
         """
         if not self.open:
             return
         for arena, part in self.arenas.items():
             all_records = self.rule.arenas[arena]
             made: typing.Collection[Record] = () if self.ranks.idle else self.ranks.stored
-            step = self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.ranks.count
+            step = (
+                self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.ranks.shard_size
+            )
             begin = part.complete(made, step)
             if begin < part.end:
                 try:

@@ -21,6 +21,7 @@ import typing
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import abi
 from ..abi import GeminiError
@@ -38,16 +39,51 @@ _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
 _Batch = typing.TypeVar("_Batch")
 
 
-def find(process_group: typing.Any) -> typing.Any:
-    """The process group whose processes are the ranks of a session.
+def find(process_group: typing.Any, shard_size: int | None = None) -> tuple[typing.Any, int]:
+    """The process group whose processes are the ranks of a session, and how many of them divide a model.
 
     Args:
         process_group: What init() was given.
+        shard_size: Likewise.
 
     Returns:
         That group; without one, the default group of torch.distributed, which is made here if the script, under
-        torchrun, has made none; or None: there is one process.
+        torchrun, has made none; or None: there is one process. And the processes of a replica.
+
+    Raises:
+        GeminiError: shard_size, or a mesh that was given as the group, does not fit.
     """
+    if dist.is_available() and isinstance(process_group, DeviceMesh):
+        process_group, shard_size = _of_mesh(process_group, shard_size)
+    process_group = _find_group(process_group)
+    count = 1 if process_group is None else dist.get_world_size(process_group)
+    if shard_size is not None and (shard_size < 1 or count % shard_size):
+        raise GeminiError(f"shard_size is {shard_size}: want a divisor of the number of processes, {count}", "INVALID")
+    return process_group, shard_size or count
+
+
+def _of_mesh(mesh: DeviceMesh, shard_size: int | None) -> tuple[typing.Any, int]:
+    """The group and shard_size of a mesh, whose first dimension is of replicas."""
+    if mesh.ndim != 2:
+        raise GeminiError(
+            f"process_group is a mesh of {mesh.ndim} dimensions: want 2, of replicas and of the processes of each; of "
+            "another one give the process group of a dimension: mesh.get_group()",
+            "INVALID",
+        )
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise GeminiError(
+            "process_group is a mesh that is not of all processes in their order: give a process group of those that "
+            "train one model, and shard_size",
+            "INVALID",
+        )
+    if shard_size not in (None, mesh.size(1)):
+        raise GeminiError(
+            f"shard_size is {shard_size}, but the mesh has {mesh.size(1)} processes in a replica", "INVALID"
+        )
+    return dist.group.WORLD, mesh.size(1)
+
+
+def _find_group(process_group: typing.Any) -> typing.Any:
     if not dist.is_available():
         return None
     if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -335,6 +371,7 @@ class Ranks:
     Attributes:
         rank: This process's number.
         count: How many ranks there are.
+        shard_size: How many of them divide the model among themselves: those of a replica.
         group: The library's handle of the group: over NCCL on GPUs, over shared memory on the simulated device.
         processes: Of all ranks.
         stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too, abi.ZERO_AUTO: as 3.
@@ -344,7 +381,13 @@ class Ranks:
     place_type = SlicedPlace  # of divided arenas
 
     def __init__(
-        self, session: Session, process_group: typing.Any, stage: int, deadline: float, rank_order: bool
+        self,
+        session: Session,
+        process_group: typing.Any,
+        stage: int,
+        deadline: float,
+        rank_order: bool,
+        shard_size: int = 0,
     ) -> None:
         """
         Args:
@@ -353,10 +396,12 @@ class Ranks:
             stage: 1, 2, 3 or abi.ZERO_AUTO.
             deadline: Seconds to wait for a rank that makes no progress. 0: 10, over NCCL 60.
             rank_order: Over NCCL: whether sums are in the order of ranks.
+            shard_size: Ranks of a replica; 0: all.
         """
         self.session = session
         self.process_group = process_group
         self.rank, self.count = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.shard_size = shard_size or self.count
         self.stage = stage
         self.storing = False
         self.stored: dict[Record, None] = {}  # whose gradients this backward pass has made
@@ -368,10 +413,17 @@ class Ranks:
             load_nccl()
         theirs: list[typing.Any] = [None] * self.count
         with self._on_gpu():
-            dist.all_gather_object(theirs, Process.here(session.device), group=process_group)
-        self.processes: list[Process] = theirs
+            dist.all_gather_object(theirs, (Process.here(session.device), self.shard_size), group=process_group)
+        self.processes: list[Process] = [process for process, _ in theirs]
         self._refuse_shared_gpus()
-        self.group = session.manager.group_open(self._group_id(), self.rank, self.count, deadline, rank_order)
+        for rank, (_, size) in enumerate(theirs):
+            if size != theirs[0][1]:
+                raise GeminiError(
+                    f"rank 0 has shard_size {theirs[0][1]}, rank {rank} has {size}: want the same", "PEER"
+                )
+        self.group = session.manager.group_open(
+            self._group_id(), self.rank, self.count, deadline, rank_order, self.shard_size
+        )
         abi.peer_hints.append(self._ended)
 
     def close(self) -> None:

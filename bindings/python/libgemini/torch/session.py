@@ -105,10 +105,11 @@ class Session:
         rank_order: bool,
         units: str,
         speculate: bool = True,
+        shard_size: int = 0,
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
-        process_group: of several processes, or None.
+        process_group: of several processes, or None. shard_size: 0: all of these.
         """
         self.device = device
         self.speculate = speculate
@@ -146,7 +147,7 @@ class Session:
         self.ranks: Ranks | None = None  # see ranks.py; None: there is one process
         if process_group is not None:
             try:
-                self.ranks = Ranks(self, process_group, zero, deadline, rank_order)
+                self.ranks = Ranks(self, process_group, zero, deadline, rank_order, shard_size)
             except BaseException:
                 self.manager.close()
                 raise

@@ -109,7 +109,7 @@ def write(path, tensors, progress, ranks=None):
     """Writes a file.
 
     The bytes of a contiguous place go to the file chunk by chunk, from wherever they are. Of several ranks, which all
-    call this, each writes the slices that it keeps, and the first one the rest.
+    call this, each of the first replica writes the slices that it keeps, and the first one the rest.
 
     Args:
         path: The file.
@@ -172,6 +172,8 @@ def _store(fd, value, offset, size, first):
         values = value.read().contiguous()
         if first:
             _write(fd, _bytes_of(values), offset)
+    elif sliced and value.ranks.rank >= value.ranks.shard_size:
+        return  # another replica writes them
     elif isinstance(value, Narrow) and value.contiguous:
         for at, piece in value.pieces(own=True):
             _write(fd, _bytes_of(piece), offset + at * value.dtype.itemsize)
