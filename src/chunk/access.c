@@ -23,7 +23,7 @@
 #include "core/streams.h"
 
 /* The thread's counter of hits, + 1. */
-static uint32_t choose_stripe(void) {
+static __attribute__((noinline)) uint32_t choose_stripe(void) {
   static _Atomic uint32_t owned, shared; /* owned is not counted on for ever, as it must not overflow */
   const uint32_t own = atomic_load(&owned) < GMI_HIT_OWNED ? atomic_fetch_add(&owned, 1) : GMI_HIT_OWNED;
   if (own < GMI_HIT_OWNED) return own + 1;
@@ -31,108 +31,165 @@ static uint32_t choose_stripe(void) {
 }
 
 /* A counter of the thread's own needs no atomic addition, which costs as much as one of the users' words. */
-void gmi_count_hits(gmi_manager_t *m, uint64_t hits) {
-  static _Thread_local uint32_t stripe;
-  if (!stripe) stripe = choose_stripe();
+static inline void count_hits(gmi_manager_t *m, uint64_t hits) {
+  static _Thread_local uint32_t mine; /* its number + 1; one lookup of the variable in a call */
+  uint32_t *at = &mine, stripe = *at;
+  if (__builtin_expect(!stripe, 0)) *at = stripe = choose_stripe();
   _Atomic uint64_t *counter = &m->stripes[stripe - 1].hits;
   if (stripe > GMI_HIT_OWNED) atomic_fetch_add_explicit(counter, hits, memory_order_relaxed);
   else atomic_store_explicit(counter, atomic_load_explicit(counter, memory_order_relaxed) + hits, memory_order_relaxed);
 }
 
-/* Do the bytes hold what the tensor is, a parameter or its gradient? Relaxed: the flag changes under the lock, and a
- * thread that relies on a write of another thread has synchronised with it. */
+void gmi_count_hits(gmi_manager_t *m, uint64_t hits) { count_hits(m, hits); }
+
+/* Do bytes that a parameter and its gradient share hold what the tensor is? Relaxed: the flag changes under the lock,
+ * and a thread that relies on a write of another thread has synchronised with it. */
 static inline bool holds_own(gmi_manager_t *m, const gmi_arena_t *a, gmi_tensor_t *t) {
-  if (a->store == a->index && !a->reused) return true;
   bool holds_gradient = atomic_load_explicit(&gmi_tensor_base(m, t)->word, memory_order_relaxed) & GMI_TENSOR_GRADIENT;
   return holds_gradient == (a->store != a->index);
 }
+
+/* The functions of the fast path are inlined wherever they are called, so that the record of an access that they hand
+ * on stays in registers. */
+#define FAST static inline __attribute__((always_inline))
 
 /* One access on the fast path. */
 typedef struct {
   gmi_tensor_t *tensor;
   gmi_arena_t *arena, *store;
   uint64_t offset, size, first, last; /* bytes of the arena; chunks */
-  gmi_field_t field;                  /* the field of the tensor's word that counts it */
+  uint64_t end;                       /* behind the last chunk that is held; first: none is */
+  uint32_t field;                     /* the field of the tensor's word that counts it */
+  uint32_t mode;                      /* of the access, which is read once */
   bool leased;
 } fast_t;
 
-/* Undoes the lease, the users of chunks before end, and the tensor's user, in this order: the tensor goes last. */
-static void fast_undo(gmi_manager_t *m, const fast_t *f, const gemini_access_t *access, uint64_t end) {
+/* Finds the record that the handle of an access names, and the handle's generation: whether the record is still that
+ * tensor's, only life says. False: it is no access to a tensor of this manager on the device, in a mode that exists. */
+FAST bool fast_record(gmi_manager_t *m, const gemini_access_t *access, fast_t *f, uint32_t *generation_out) {
+  uint64_t object = gmi_object_id(access);
+  f->mode = access->mode;
+  f->tensor = &m->tensors.at[(uint32_t)object & (GMI_TENSORS - 1)];
+  *generation_out = (uint32_t)(object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
+  return gmi_handle_is(m, object, GMI_HANDLE_TENSOR) && access->tier == GEMINI_TIER_DEVICE && f->mode - 1 <= 2 &&
+         *generation_out;
+}
+
+/* Sets the bytes that an access names of a tensor. Returns false if they are none, or not all in the tensor. */
+FAST bool fast_bytes(uint64_t offset, uint64_t size, fast_t *f) {
+  const gmi_tensor_t *t = f->tensor;
+  if (!(size | offset)) size = t->size;
+  f->offset = t->offset + offset;
+  f->size = size;
+  return size && offset <= t->size && size <= t->size - offset;
+}
+
+/* Sets the arenas of these bytes; sharded gradients have chunks of their own. */
+FAST void fast_arenas(gmi_manager_t *m, fast_t *f) {
+  gmi_arena_t *a = f->arena = gmi_arena_at(m, f->tensor->arena);
+  f->store = a->chunks ? a : gmi_arena_at(m, a->store);
+}
+/* Sets the chunks of these bytes, of which the tensor or a chunk must be held: else the chunk size may change. */
+FAST void fast_span(gmi_manager_t *m, fast_t *f) {
+  f->first = f->end = f->offset >> m->cut.chunk_shift;
+  f->last = (f->offset + f->size - 1) >> m->cut.chunk_shift;
+}
+
+/* Do the bytes of a held tensor hold what it is, and are all chunks records? alone: the batch has no other access.
+ * Otherwise a write of a tensor that shares its bytes with a gradient takes the slow path, which checks that one batch
+ * does not write both. The acquire load pairs with the store in gmi_arena_grow(): records below the count are
+ * initialised. */
+FAST bool fast_fits(gmi_manager_t *m, bool alone, const fast_t *f) {
+  const gmi_arena_t *a = f->arena;
+  bool shares = a->store != a->index || a->reused;
+  if (shares && (!holds_own(m, a, f->tensor) || (!alone && f->mode & GEMINI_WRITE))) return false;
+  return f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire);
+}
+
+/* Holds the chunks of a held tensor. Returns false if it cannot be done without the lock; f says what is held then. */
+static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
+  if (!fast_bytes(access->offset_bytes, access->size_bytes, f)) return false;
+  fast_arenas(m, f);
+  fast_span(m, f);
+  if (!fast_fits(m, alone, f)) return false;
+  bool whole = f->size == f->tensor->size;
+  uint32_t field = whole ? f->mode : GMI_TENSOR_OTHERS;
+  if (field != f->field) {
+    if (!gmi_tensor_rehold(f->tensor, f->field, field)) return false;
+    f->field = field;
+  }
+  for (; f->end <= f->last; f->end++)
+    if (!gmi_chunk_hold_fast(m, &f->store->chunks[f->end], f->mode, stream)) return false;
+  if (whole) return true;
+  gmi_lease_key_t key = gmi_lease_key(access, f->size); /* last: it takes a lock, for nothing if a chunk is not held */
+  return f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
+}
+
+/* Undoes the lease, the users of chunks, and the tensor's user, in this order: the tensor goes last. */
+static void fast_undo(gmi_manager_t *m, const gemini_access_t *access, const fast_t *f) {
   if (f->leased) {
     gmi_lease_key_t key = gmi_lease_key(access, f->size);
     if (gmi_lease_claim(&m->leases, &key)) gmi_lease_end(&m->leases, &key);
   }
-  for (uint64_t i = f->first; i < end; i++) gmi_chunk_unhold_device(&f->store->chunks[i], access->mode);
+  for (uint64_t i = f->first; i < f->end; i++) gmi_chunk_unhold_device(&f->store->chunks[i], f->mode);
   gmi_tensor_unhold(f->tensor, f->field);
 }
 
-/* Holds the chunks of a held tensor. Returns false with everything undone, the tensor included. alone: the batch has no
- * other access. Otherwise a write of a tensor that shares its bytes with a gradient takes the slow path, which checks
- * that one batch does not write both. */
-static bool fast_chunks(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
-  gmi_tensor_t *t = f->tensor;
-  gmi_arena_t *a = f->arena = gmi_arena_at(m, t->arena);
-  f->first = 0;
-  f->leased = false;
-  f->size = access->size_bytes;
-  if (!f->size && !access->offset_bytes) f->size = t->size;
-  bool fine = f->size && access->offset_bytes <= t->size && f->size <= t->size - access->offset_bytes &&
-              holds_own(m, a, t) && (alone || !(access->mode & GEMINI_WRITE) || (a->store == a->index && !a->reused));
-  bool whole = f->size == t->size;
-  gmi_field_t field = whole ? gmi_field_whole(access->mode) : gmi_field_others();
-  if (fine && field.mask != f->field.mask) {
-    fine = gmi_tensor_rehold(t, f->field, field);
-    if (fine) f->field = field;
-  }
-  uint64_t i = 0;
-  if (fine) {
-    f->store = a->chunks ? a : gmi_arena_at(m, a->store); /* sharded gradients have chunks of their own */
-    f->offset = t->offset + access->offset_bytes;
-    i = f->first = f->offset >> m->cut.chunk_shift;
-    f->last = (f->offset + f->size - 1) >> m->cut.chunk_shift;
-    /* The acquire load pairs with the store in gmi_arena_grow(): records below the count are initialised. */
-    if (f->last < atomic_load_explicit(&f->store->chunk_count, memory_order_acquire))
-      while (i <= f->last && gmi_chunk_hold_fast(m, &f->store->chunks[i], access->mode, stream)) i++;
-    if (i > f->last && !whole) { /* last, because it takes a lock, for nothing if a chunk cannot be held */
-      gmi_lease_key_t key = gmi_lease_key(access, f->size);
-      f->leased = gmi_lease_add(&m->leases, &key) == GEMINI_OK;
-    }
-    if (i > f->last && (whole || f->leased)) return true;
-  }
-  fast_undo(m, f, access, i);
-  return false;
-}
-
-/* Holds the tensor and its chunks. Returns false for any reason, without an error; nothing has changed then.
+/* Adds a user to the tensor, and returns true if it is the one of the handle. Otherwise nothing has changed.
  *
  * The acquire load of chunk_bytes pairs with the store in cut_install(): chunk_shift and the tables are set. The record
  * of an unregistered tensor may serve a new one at any time, so life is checked twice. The first check keeps stale
  * handles from disturbing other tensors. The second one decides: once the user is in the word, the tensor cannot be
  * dropped, so if the generation is still the handle's, it stays so. If not, another tensor had one user too many for a
  * moment; code that changes words under the lock must therefore not assume that they are stable. */
-static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
-  uint64_t object = gmi_object_id(access);
-  uint32_t index = (uint32_t)object & (GMI_TENSORS - 1);
-  uint32_t generation = (uint32_t)(object >> GMI_TENSOR_INDEX_BITS) & GMI_TENSOR_GENERATIONS;
-  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || object >> 60 != GMI_HANDLE_TENSOR ||
-      ((object ^ m->identity.id) & GMI_HANDLE_MANAGER_MASK) || !generation ||
-      !atomic_load_explicit(&m->cut.chunk_bytes, memory_order_acquire))
+FAST bool fast_tensor(gmi_manager_t *m, uint32_t generation, uint32_t field, fast_t *f) {
+  gmi_tensor_t *t = f->tensor;
+  if (!atomic_load_explicit(&m->cut.chunk_bytes, memory_order_acquire) ||
+      atomic_load_explicit(&t->life, memory_order_acquire) != generation || !gmi_tensor_hold(t, field))
     return false;
-  gmi_tensor_t *t = f->tensor = &m->tensors.at[index];
-  /* The record cannot be read before it is held, so whether size_bytes is the whole tensor is a guess here;
-   * fast_chunks() moves the user to the right field. */
-  f->field = access->size_bytes ? gmi_field_others() : gmi_field_whole(access->mode);
-  if (atomic_load_explicit(&t->life, memory_order_acquire) != generation || !gmi_tensor_hold(t, f->field)) return false;
-  if (atomic_load_explicit(&t->life, memory_order_acquire) == generation)
-    return fast_chunks(m, access, stream, alone, f);
-  gmi_tensor_unhold(t, f->field); /* the tensor was unregistered, and the record serves another one */
+  f->field = field;
+  if (atomic_load_explicit(&t->life, memory_order_acquire) == generation) return true;
+  gmi_tensor_unhold(t, field); /* the tensor was unregistered, and the record serves another one */
   return false;
 }
 
-static void fast_commit(gmi_manager_t *m, gemini_access_t *access, const fast_t *f) {
-  gmi_trace_tensor(m, f->tensor, f->arena, f->offset, f->size, access->mode);
-  gmi_count_hits(m, f->last - f->first + 1);
+/* Holds the tensor and its chunks. Returns false for any reason, without an error; nothing has changed then. */
+static bool fast_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, bool alone, fast_t *f) {
+  uint32_t generation;
+  /* The record cannot be read before it is held, so whether size_bytes is the whole tensor is a guess here;
+   * fast_chunks() moves the user to the right field. */
+  if (!fast_record(m, access, f, &generation) ||
+      !fast_tensor(m, generation, access->size_bytes ? GMI_TENSOR_OTHERS : f->mode, f))
+    return false;
+  f->first = f->end = 0;
+  f->leased = false;
+  if (fast_chunks(m, access, stream, alone, f)) return true;
+  fast_undo(m, access, f);
+  return false;
+}
+
+/* The same for what is frequent, of the same parts, but straight: one access to all of a tensor (its size_bytes is 0)
+ * that lies in one chunk, which can be held at once. Whatever is otherwise is left to fast_hold(). */
+FAST bool straight_hold(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, fast_t *f) {
+  uint32_t generation;
+  if (!fast_record(m, access, f, &generation) || (access->size_bytes | access->offset_bytes) ||
+      !fast_tensor(m, generation, f->mode, f))
+    return false;
+  if (fast_bytes(0, 0, f)) {
+    fast_arenas(m, f);
+    fast_span(m, f);
+    if (f->first == f->last && fast_fits(m, true, f) &&
+        gmi_chunk_hold_now(&f->store->chunks[f->first], f->mode, stream))
+      return true;
+  }
+  gmi_tensor_unhold(f->tensor, f->field);
+  return false;
+}
+
+FAST void fast_commit(gmi_manager_t *m, gemini_access_t *access, const fast_t *f) {
   access->ptr = f->arena->base + f->offset;
+  gmi_trace_tensor(m, f->tensor, f->arena, f->offset, f->size, f->mode);
+  count_hits(m, f->last - f->first + 1);
 }
 
 /* The fast path takes accesses from the front until one fails; the slow path takes the rest. The slow path never waits
@@ -142,9 +199,10 @@ static void fast_commit(gmi_manager_t *m, gemini_access_t *access, const fast_t 
  * Until this thread has the lock, another one may destroy the stream, and its index may get a new stream: the slow path
  * resolves the handle again. The fast path need not. At worst it takes the new stream's fences for earlier work of its
  * own stream and does not wait for them, but no work can be queued on that one any more. */
-static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream,
-                               uint32_t s) {
-  gemini_status_t status = GEMINI_OK;
+static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, gemini_stream_t stream) {
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
   if (gmi_graph_begun(m, s)) {
     bool captures = false;
     gmi_lock(m, "gemini_acquire");
@@ -164,21 +222,20 @@ static gemini_status_t acquire(gmi_manager_t *m, gemini_access_t *accesses, uint
     gmi_unlock(m);
   }
   for (uint64_t i = 0; i < n; i++) {
-    if (status) fast_undo(m, &fast[i], &accesses[i], fast[i].last + 1);
+    if (status) fast_undo(m, &accesses[i], &fast[i]);
     else fast_commit(m, &accesses[i], &fast[i]);
   }
   return status;
 }
 
-/* Accesses of another version's size are copied first. A function of its own, so that the hot path needs no large stack
- * frame. */
-static __attribute__((noinline)) gemini_status_t acquire_copies(gemini_manager_t mgr, gemini_access_t *theirs,
-                                                                uint64_t count, gemini_stream_t stream) {
+/* Accesses of another version's size are copied first. */
+static __attribute__((noinline)) gemini_status_t acquire_any(gmi_manager_t *m, gemini_access_t *theirs, uint64_t count,
+                                                             gemini_stream_t stream) {
   gmi_accesses_t accesses;
   gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
   if (status) return status;
-  status = gemini_acquire(mgr, accesses.copies, count, stream);
-  if (!status) gmi_accesses_out(accesses.copies, theirs, count);
+  status = acquire(m, accesses.copies ? accesses.copies : theirs, count, stream);
+  if (!status && accesses.copies) gmi_accesses_out(accesses.copies, theirs, count);
   gmi_accesses_free(&accesses);
   return status;
 }
@@ -186,11 +243,13 @@ gemini_status_t gemini_acquire(gemini_manager_t mgr, gemini_access_t *accesses, 
                                gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if ((!accesses && count) || count > GMI_BATCH_LIMIT || !gmi_accesses_are_ours(accesses, count))
-    API_RETURN(acquire_copies(mgr, accesses, count, stream));
   uint32_t s;
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  API_RETURN(status ? status : acquire(m, accesses, count, stream, s));
+  fast_t f;
+  if (count != 1 || !accesses || !gmi_accesses_are_ours(accesses, 1) || !gmi_stream_find(m, stream, &s) ||
+      gmi_graph_begun(m, s) || !straight_hold(m, accesses, s, &f))
+    API_RETURN(acquire_any(m, accesses, count, stream));
+  fast_commit(m, accesses, &f);
+  return GEMINI_OK;
 }
 
 /* ---- release, in two passes. In the first, each access claims one acquire; if one has none to claim, all claims are
@@ -212,8 +271,7 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
   if (!status) status = gmi_range_bytes(m, access, r);
   if (status) return status;
   if (gmi_access_is_whole(access, r->tensor, r->size)) {
-    if (!gmi_tensor_rehold(r->tensor, gmi_field_whole(access->mode), gmi_field_others()))
-      return not_acquired(m, access, r);
+    if (!gmi_tensor_rehold(r->tensor, access->mode, GMI_TENSOR_OTHERS)) return not_acquired(m, access, r);
     gmi_range_chunks(m, r);
     return GEMINI_OK;
   }
@@ -233,23 +291,29 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   if (gmi_range_bytes(m, access, &r)) return; /* never: the claim keeps the object */
   gmi_lease_key_t key = gmi_range_key(m, access, &r);
   if (!gmi_access_is_whole(access, r.tensor, r.size)) gmi_lease_unclaim(&m->leases, &key);
-  else (void)gmi_tensor_rehold(r.tensor, gmi_field_others(), gmi_field_whole(access->mode));
+  else (void)gmi_tensor_rehold(r.tensor, GMI_TENSOR_OTHERS, access->mode);
 }
 
-/* Ends the uses of the chunks. On the device it stores the stream's fence before it drops the count: a thread that sees
- * the new count must see the fence. If the stream cannot be made to wait for another use (all entries are taken), it
- * returns the error, and the chunks are released all the same. */
-static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r,
-                                      uint32_t stream, bool locked) {
-  const bool on_device = access->tier == GEMINI_TIER_DEVICE;
+/* Ends a use of each chunk from first to last on the device. Stores the stream's fence before it drops the count: a
+ * thread that sees the new count must see the fence. If the stream cannot be made to wait for another use (all entries
+ * are taken), it returns the error, and the chunks are released all the same. */
+static gemini_status_t release_device(gmi_manager_t *m, gmi_arena_t *store, uint64_t first, uint64_t last,
+                                      uint32_t mode, uint32_t stream, bool locked) {
   gemini_status_t status = GEMINI_OK;
-  if (!on_device) status = gmi_slots_use(m, r->store->chunks, r->first, r->last, stream);
-  for (uint64_t i = r->first; i <= r->last; i++) {
-    gmi_chunk_t *c = &r->store->chunks[i];
-    const gemini_status_t used = on_device ? gmi_chunk_use(m, c, access->mode, stream, locked) : GEMINI_OK;
+  for (uint64_t i = first; i <= last; i++) {
+    const gemini_status_t used = gmi_chunk_use(m, &store->chunks[i], mode, stream, locked);
     if (used) status = used;
-    gmi_chunk_unhold(m, c, access->tier, access->mode);
-    if (!on_device) gmi_host_released(m, c);
+    gmi_chunk_unhold_device(&store->chunks[i], mode);
+  }
+  return status;
+}
+
+/* The same on the host, under the lock. */
+static gemini_status_t release_host(gmi_manager_t *m, const gmi_range_t *r, uint32_t mode, uint32_t stream) {
+  gemini_status_t status = gmi_slots_use(m, r->store->chunks, r->first, r->last, stream);
+  for (uint64_t i = r->first; i <= r->last; i++) {
+    gmi_chunk_unhold_host(m, &r->store->chunks[i], mode & GEMINI_WRITE);
+    gmi_host_released(m, &r->store->chunks[i]);
   }
   return status;
 }
@@ -257,10 +321,12 @@ static gemini_status_t release_chunks(gmi_manager_t *m, const gemini_access_t *a
 /* Ends a claimed acquire: chunks first, the tensor's user last, as it keeps the records alive. */
 static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t stream,
                            bool locked, uint32_t phase) {
-  gemini_status_t status = release_chunks(m, access, r, stream, locked);
+  gemini_status_t status = access->tier == GEMINI_TIER_DEVICE
+                               ? release_device(m, r->store, r->first, r->last, access->mode, stream, locked)
+                               : release_host(m, r, access->mode, stream);
   gmi_lease_key_t key = gmi_range_key(m, access, r);
   if (!gmi_access_is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
-  if (r->tensor) (void)gmi_tensor_release(r->tensor, gmi_field_others(), phase);
+  if (r->tensor) (void)gmi_tensor_release(r->tensor, GMI_TENSOR_OTHERS, phase);
   return status;
 }
 
@@ -293,24 +359,34 @@ static gemini_status_t release_batch(gmi_manager_t *m, const gemini_access_t *ac
  * first here, as finding it is the check; from then on the users in the chunks' words keep the arena and the records:
  * the code that frees these excludes new users of the tensors first and checks the chunks second (arena.c, cut.c).
  * Returns false, with nothing changed, if it is another case or was not acquired. */
-static bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream,
-                          gemini_status_t *status_out) {
-  if (access->tier != GEMINI_TIER_DEVICE || access->mode - 1 > 2 || gmi_object_id(access) >> 60 != GMI_HANDLE_TENSOR)
+FAST bool release_whole(gmi_manager_t *m, const gemini_access_t *access, uint32_t stream, gemini_status_t *status_out) {
+  fast_t f;
+  uint32_t generation;
+  if (!fast_record(m, access, &f, &generation) ||
+      atomic_load_explicit(&f.tensor->life, memory_order_acquire) != generation ||
+      !fast_bytes(access->offset_bytes, access->size_bytes, &f) || f.size != f.tensor->size)
     return false;
-  gmi_range_t r;
-  if (gmi_range_bytes(m, access, &r) || r.size != r.tensor->size) return false;
+  fast_arenas(m, &f); /* now, as the tensor and its record may go once it is released */
   uint32_t phase = atomic_load_explicit(&m->bracket.phase, memory_order_relaxed);
-  if (!gmi_tensor_release(r.tensor, gmi_field_whole(access->mode), phase)) return false;
-  gmi_range_chunks(m, &r);
-  *status_out = release_chunks(m, access, &r, stream, false);
+  if (!gmi_tensor_release(f.tensor, f.mode, phase)) return false;
+  fast_span(m, &f);
+  gmi_chunk_t *c = &f.store->chunks[f.first];
+  if (f.first == f.last && gmi_chunk_use_now(m, c, f.mode, stream)) {
+    gmi_chunk_unhold_device(c, f.mode);
+    *status_out = GEMINI_OK;
+  } else {
+    *status_out = release_device(m, f.store, f.first, f.last, f.mode, stream, false);
+  }
   return true;
 }
 
 /* A release without the lock may name the index of a stream that is destroyed meanwhile: see gmi_fence_reached() and
- * gmi_chunk_use_full(). */
+ * gmi_uses_enter(). */
 static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count,
-                               gemini_stream_t stream, uint32_t s) {
-  gemini_status_t status = GEMINI_OK;
+                               gemini_stream_t stream) {
+  uint32_t s;
+  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
+  if (status) return status;
   if (gmi_graph_begun(m, s)) {
     bool captures = false;
     gmi_lock(m, "gemini_release");
@@ -320,7 +396,6 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
     gmi_unlock(m);
     if (status || captures) return status;
   }
-  if (count == 1 && release_whole(m, accesses, s, &status)) return status;
   bool locked = false, host = false;
   for (uint64_t k = 0; k < count; k++) {
     host |= accesses[k].tier != GEMINI_TIER_DEVICE;
@@ -337,12 +412,12 @@ static gemini_status_t release(gmi_manager_t *m, const gemini_access_t *accesses
   return status;
 }
 
-static __attribute__((noinline)) gemini_status_t release_copies(gemini_manager_t mgr, const gemini_access_t *theirs,
-                                                                uint64_t count, gemini_stream_t stream) {
+static __attribute__((noinline)) gemini_status_t release_any(gmi_manager_t *m, const gemini_access_t *theirs,
+                                                             uint64_t count, gemini_stream_t stream) {
   gmi_accesses_t accesses;
   gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
   if (status) return status;
-  status = gemini_release(mgr, accesses.list, count, stream);
+  status = release(m, accesses.list, count, stream);
   gmi_accesses_free(&accesses);
   return status;
 }
@@ -350,9 +425,10 @@ gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_access_t *acce
                                gemini_stream_t stream) {
   gmi_manager_t *m = gmi_manager_get(mgr);
   if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  if ((!accesses && count) || count > GMI_BATCH_LIMIT || !gmi_accesses_are_ours(accesses, count))
-    API_RETURN(release_copies(mgr, accesses, count, stream));
   uint32_t s;
-  gemini_status_t status = gmi_stream_resolve(m, stream, &s);
-  API_RETURN(status ? status : release(m, accesses, count, stream, s));
+  gemini_status_t status;
+  if (count != 1 || !accesses || !gmi_accesses_are_ours(accesses, 1) || !gmi_stream_find(m, stream, &s) ||
+      gmi_graph_begun(m, s) || !release_whole(m, accesses, s, &status))
+    API_RETURN(release_any(m, accesses, count, stream));
+  API_RETURN(status);
 }

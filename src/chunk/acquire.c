@@ -1,7 +1,7 @@
 /* The path of an acquire under the manager's lock. SPDX-License-Identifier: Apache-2.0
  *
- * It serves what the fast path (access.c) cannot: bytes that must come or be waited for, the host, ranges of arenas, and
- * whatever is refused, which gets its error here. Runs on the caller's thread. */
+ * It serves what the fast path (access.c) cannot: bytes that must come or be waited for, the host, ranges of arenas,
+ * and whatever is refused, which gets its error here. Runs on the caller's thread. */
 #include "chunk/acquire.h"
 
 #include <errno.h>
@@ -38,7 +38,7 @@ static bool covers(gmi_manager_t *m, const gmi_range_t *r, uint32_t chunk) {
 typedef struct {
   gmi_range_t range;
   gmi_content_t content;
-  gmi_field_t field; /* the field of the tensor's word that counts it, if counted */
+  uint32_t field; /* the field of the tensor's word that counts it, if counted */
   bool counted, leased;
 } prepared_t;
 
@@ -47,10 +47,10 @@ static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *ac
   const gmi_range_t *r = &p->range;
   gmi_lease_key_t key = gmi_range_key(m, access, r);
   bool whole = gmi_access_is_whole(access, r->tensor, r->size);
-  p->field = whole ? gmi_field_whole(access->mode) : gmi_field_others();
+  p->field = whole ? access->mode : GMI_TENSOR_OTHERS;
   if (r->tensor && !gmi_tensor_hold(r->tensor, p->field)) /* full: under the lock it is neither dead nor frozen */
     return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s has %llu unreleased acquires of this kind, which is the limit",
-                    gmi_range_name(m, r), (unsigned long long)(p->field.mask / p->field.unit));
+                    gmi_range_name(m, r), (unsigned long long)gmi_tensor_field_users(UINT64_MAX, p->field));
   p->counted = r->tensor != NULL;
   gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
   p->leased = !whole && !status;

@@ -12,52 +12,47 @@
 
 /* ---- a tensor's users
  *
- * Each acquire is counted in one field of the tensor's word. unit is a count of 1 in that field, mask selects the
- * field. All updates are acquire-release: the release of the last user pairs with tensor_kill() (arena.c) and
- * tensors_freeze() (cut.c), which free or replace records once they have seen a word without users. */
-typedef struct {
-  uint64_t unit, mask;
-} gmi_field_t;
-static inline gmi_field_t gmi_field_whole(uint32_t mode) {
-  return (gmi_field_t){ UINT64_C(1) << gmi_tensor_mode_shift(mode), gmi_tensor_mode_mask(mode) };
-}
-static inline gmi_field_t gmi_field_others(void) {
-  return (gmi_field_t){ UINT64_C(1) << GMI_TENSOR_OTHERS_SHIFT, GMI_TENSOR_OTHERS_MASK };
-}
+ * Each acquire is counted in one field of the tensor's word: that of its mode if the word alone counts it, else OTHERS.
+ * A field is named by its index in gmi_tensor_fields. All updates are acquire-release: the release of the last user
+ * pairs with tensor_kill() (tensor.c) and tensors_freeze() (cut.c), which free or replace records once they have seen a
+ * word without users. */
 
 /* Adds a user. Returns false if the tensor is being unregistered, is frozen, or the field is full. */
-static inline bool gmi_tensor_hold(gmi_tensor_t *t, gmi_field_t field) {
+static inline bool gmi_tensor_hold(gmi_tensor_t *t, uint32_t field) {
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  const gmi_field_t f = gmi_tensor_fields[field];
   do {
-    if ((word & (GMI_TENSOR_DEAD | GMI_TENSOR_FROZEN)) || (word & field.mask) == field.mask) return false;
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word + field.unit, memory_order_acq_rel,
+    if ((word & (GMI_TENSOR_DEAD | GMI_TENSOR_FROZEN)) || (word & f.mask) == f.mask) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word + f.unit, memory_order_acq_rel,
                                                   memory_order_relaxed));
   return true;
 }
 /* Removes the user of a failed acquire, without a change of the tensor's state. */
-static inline void gmi_tensor_unhold(gmi_tensor_t *t, gmi_field_t field) {
-  atomic_fetch_sub_explicit(&t->word, field.unit, memory_order_acq_rel);
+static inline void gmi_tensor_unhold(gmi_tensor_t *t, uint32_t field) {
+  atomic_fetch_sub_explicit(&t->word, gmi_tensor_fields[field].unit, memory_order_acq_rel);
 }
 /* Moves one user from a field to another, so that the tensor is in use throughout. Returns false if the field from is
  * empty or the field to is full. */
-static inline bool gmi_tensor_rehold(gmi_tensor_t *t, gmi_field_t from, gmi_field_t to) {
+static inline bool gmi_tensor_rehold(gmi_tensor_t *t, uint32_t from, uint32_t to) {
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  const gmi_field_t f = gmi_tensor_fields[from], g = gmi_tensor_fields[to];
   do {
-    if (!(word & from.mask) || (word & to.mask) == to.mask) return false;
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word - from.unit + to.unit, memory_order_acq_rel,
+    if (!(word & f.mask) || (word & g.mask) == g.mask) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, word - f.unit + g.unit, memory_order_acq_rel,
                                                   memory_order_relaxed));
   return true;
 }
 /* Removes a user and sets the state that the phase calls for, in one step. The state shows only once there are no
  * users: that of the last release remains. Returns false if the field is empty: the range was not acquired in this
  * way. */
-static inline bool gmi_tensor_release(gmi_tensor_t *t, gmi_field_t field, uint32_t phase) {
+static inline bool gmi_tensor_release(gmi_tensor_t *t, uint32_t field, uint32_t phase) {
   static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
                                     GEMINI_STATE_HOLD };
   uint64_t word = atomic_load_explicit(&t->word, memory_order_relaxed);
+  const gmi_field_t f = gmi_tensor_fields[field];
   do {
-    if (!(word & field.mask)) return false;
-  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word - field.unit, after[phase]),
+    if (!(word & f.mask)) return false;
+  } while (!atomic_compare_exchange_weak_explicit(&t->word, &word, gmi_tensor_word(word - f.unit, after[phase]),
                                                   memory_order_acq_rel, memory_order_relaxed));
   return true;
 }
