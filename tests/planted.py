@@ -70,9 +70,8 @@ FAULTS = [
     Fault(
         "a release counts down twice",
         "chunk/access.c",
-        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (!on_device)",
-        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n"
-        "    gmi_chunk_unhold(m, c, access->tier, access->mode);\n    if (!on_device)",
+        "    gmi_chunk_unhold_device(c, f.mode);\n    *status_out",
+        "    gmi_chunk_unhold_device(c, f.mode);\n    gmi_chunk_unhold_device(c, f.mode);\n    *status_out",
         "integration_test_memory",
         "gmi_chunk_unhold_device",
     ),

@@ -55,7 +55,7 @@ static void write_acquired(gmi_manager_t *m, FILE *file) {
     gmi_name_print(file, gmi_arena_at(m, t->arena)->name);
     fprintf(file, ", %" PRIu64 " times", gmi_tensor_users(word));
     for (uint32_t mode = GEMINI_READ; mode <= GEMINI_READ_WRITE; mode++) {
-      uint64_t users = (word & gmi_tensor_mode_mask(mode)) >> gmi_tensor_mode_shift(mode);
+      uint64_t users = gmi_tensor_field_users(word, mode);
       if (users) fprintf(file, ", %" PRIu64 " of them as a whole on the device, %s", users, mode_name(mode));
     }
     fputc('\n', file);

@@ -34,7 +34,7 @@ static void write_tensor(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   gmi_name_print(p->file, name);
   fprintf(p->file, ", offset %" PRIu64 " of its %" PRIu64 " bytes\n", p->offset - t->offset, t->size);
   for (uint32_t mode = GEMINI_READ; mode <= GEMINI_READ_WRITE; mode++) {
-    uint64_t users = (word & gmi_tensor_mode_mask(mode)) >> gmi_tensor_mode_shift(mode);
+    uint64_t users = gmi_tensor_field_users(word, mode);
     if (users) write_range(p, t->size, 0, name, mode, GEMINI_TIER_DEVICE, users);
   }
 }

@@ -158,6 +158,7 @@ gemini_status_t gmi_manager_make(const gemini_config_t *theirs, bool plans_only,
   gmi_leases_init(&m->leases);
   gmi_watch_init(m);
   m->config = config;
+  m->identity.id = (uint64_t)GMI_HANDLE_MANAGER << 60; /* gmi_manager_enter() sets the rest; a forecast needs none */
   m->trace.plans_only = plans_only;
   m->trace.observer = &gmi_tracer_observer;
   m->trace.advice = &gmi_tracer_advice;

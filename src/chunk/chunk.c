@@ -293,13 +293,60 @@ static void uses_clear(gmi_uses_t *uses) {
  * release without the lock that may take the lock, as a wait may have to place a mark. *ended_out: the stream was
  * destroyed since the caller named it. Its work is done, so its use needs no entry, and must not replace one. (If its
  * index has a new stream, that one waits in its place, which is more than needed, and right.) */
-gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked, bool *ended_out) {
+static gemini_status_t use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked, bool *ended_out) {
   if (!locked) gmi_lock(m, "gemini_release");
   *ended_out = !atomic_load(&m->streams[stream].life);
   gemini_status_t status = *ended_out ? GEMINI_OK : gmi_fence_wait(m, stream, first);
   if (status && !gmi_fence_sync(m, first)) status = GEMINI_OK; /* the calling thread waits instead */
   if (!locked) gmi_unlock(m);
   return status;
+}
+
+/* Stores the fence in an entry that is empty, that belongs to the same stream, or whose work is done. If there is none,
+ * stream waits for the work of the first entry and replaces it. Several releases may run at the same time: the exchange
+ * fails if another one has changed the entry since it was examined, and the search starts again. */
+gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream, bool locked) {
+  gmi_uses_t *uses = mode & GEMINI_WRITE ? &c->writes_ : &c->reads_;
+  gmi_chunk_touch(m, c);
+  while (stream != GMI_CALLER) {
+    gmi_fence_t seen[GMI_USES];
+    int place = GMI_USES;
+    for (int i = GMI_USES; i-- > 0;) {
+      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) place = i;
+    }
+    if (place == GMI_USES) {
+      bool ended;
+      place = 0;
+      gemini_status_t status = use_full(m, stream, seen[place], locked, &ended);
+      if (status || ended) return status;
+    }
+    gmi_fence_t now = gmi_fence_later(m, stream);
+    /* The fence becomes visible through the decrement of word_ that follows in gmi_chunk_unhold_device(). */
+    if (atomic_compare_exchange_strong(&uses->fence[place], &seen[place], now)) break;
+  }
+  return GEMINI_OK;
+}
+
+/* Is all work in uses ahead of the next work of stream without a wait: on the same stream, or done? */
+static bool uses_allow(gmi_manager_t *m, const gmi_uses_t *uses, uint32_t stream) {
+  for (int i = 0; i < GMI_USES; i++) {
+    gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
+    if (f && gmi_fence_stream(f) != stream && !gmi_fence_reached(m, f)) return false;
+  }
+  return true;
+}
+
+/* As gmi_chunk_hold_now(), but a failed exchange repeats the checks. */
+bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream) {
+  uint32_t word = atomic_load_explicit(&c->word_, memory_order_acquire);
+  do {
+    if (!gmi_chunk_word_allows(word, mode) || !uses_allow(m, &c->writes_, stream) ||
+        (mode & GEMINI_WRITE && !uses_allow(m, &c->reads_, stream)))
+      return false;
+  } while (!atomic_compare_exchange_weak_explicit(&c->word_, &word, word + gmi_chunk_word_user(mode),
+                                                  memory_order_acq_rel, memory_order_acquire));
+  return true;
 }
 
 uint32_t gmi_chunk_fences(const gmi_chunk_t *c, uint32_t mode, gmi_fence_t fences_out[GMI_CHUNK_FENCES]) {

@@ -45,8 +45,8 @@ struct gmi_chunk {
   /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
    * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
    * also sees the fence that the release stored before it, and an acquire sees all fields as they were when the flags
-   * were set. What the fast path needs comes first, in less than a cache line. */
-  _Atomic uint32_t word_;
+   * were set. What the fast path needs comes first, in less than a cache line, where a record begins. */
+  _Alignas(64) _Atomic uint32_t word_;
   uint32_t frame_;            /* index of the chunk's frame, or GMI_NONE */
   gmi_fence_t arrive_;        /* behind the copy, or the zeroing, that fills the device copy */
   gmi_uses_t reads_, writes_; /* Atomic: latest uses of the device copy since it arrived; see gmi_uses_t */
@@ -145,7 +145,9 @@ const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint
 static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode);
 /* Holds a chunk on the device without the lock, if it is resident and settled and stream need not wait for earlier
  * uses. Returns false otherwise: the caller takes the slow path. Any thread, no lock. */
-static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream);
+bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream);
+/* The same in one attempt that makes no call: false also if it takes a look at other streams, or a second attempt. */
+static inline bool gmi_chunk_hold_now(gmi_chunk_t *c, uint32_t mode, uint32_t stream);
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode); /* any thread, no lock */
 /* Holds it on the device for the library's own use, without a check for conflicting users. */
 const char *gmi_chunk_hold_device(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode);
@@ -185,10 +187,9 @@ static inline void gmi_chunk_set_next_use(gmi_chunk_t *c, uint64_t position) { c
 /* ---- queued work on the device copy */
 /* Records a use by the work that stream has queued so far. Called before the user count is dropped. locked: the
  * manager's lock is held; otherwise any thread, no lock. */
-static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
-                                            bool locked);
-gemini_status_t gmi_chunk_use_full(gmi_manager_t *m, uint32_t stream, gmi_fence_t first, bool locked,
-                                   bool *ended_out); /* its slow part */
+gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream, bool locked);
+/* The same if there is nothing to change: returns false, with nothing recorded, if gmi_chunk_use() has to be called. */
+static inline bool gmi_chunk_use_now(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream);
 /* Makes stream wait for all that must precede its use: the fill of the device copy and earlier writes; before a write
  * also earlier reads and copies out. */
 gemini_status_t gmi_chunk_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode);
@@ -242,40 +243,39 @@ void gmi_chunk_io_set(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io); /* a tran
 gmi_io_t *gmi_chunk_failed_read_take(gmi_chunk_t *c);                  /* or NULL; the caller owns it */
 
 /* ---- inline, because every acquire and release of a resident chunk runs them */
-/* Is all work in uses ahead of the next work of stream without a wait: on the same stream, or done? The relaxed loads
- * are ordered behind the acquire load of word_ in gmi_chunk_hold_fast(). */
-static inline bool gmi_uses_allow(gmi_manager_t *m, gmi_uses_t *uses, uint32_t stream) {
+/* What gmi_chunk_hold_fast() requires of the word, and adds to it. A write requires DIRTY: a write of a chunk with
+ * other valid copies must invalidate them under the lock. */
+static inline bool gmi_chunk_word_allows(uint32_t word, uint32_t mode) {
+  uint32_t needs = GMI_CHUNK_RESIDENT | GMI_CHUNK_SETTLED | (mode & GEMINI_WRITE ? GMI_CHUNK_DIRTY : 0);
+  return (word & needs) == needs && (word & GMI_CHUNK_USERS) != GMI_CHUNK_USERS &&
+         (word & GMI_CHUNK_WRITERS) != GMI_CHUNK_WRITERS;
+}
+static inline uint32_t gmi_chunk_word_user(uint32_t mode) { return mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1; }
+/* Is all work in uses work of this stream? No fence there is of GMI_CALLER. The relaxed loads are ordered behind the
+ * acquire load of word_ in the callers. */
+static inline bool gmi_uses_are_of(const gmi_uses_t *uses, uint32_t stream) {
+  bool all = true;
   for (int i = 0; i < GMI_USES; i++) {
     gmi_fence_t f = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
-    if (f && (stream == GMI_CALLER || gmi_fence_stream(f) != stream) && !gmi_fence_reached(m, f)) return false;
+    all = all && (!f || gmi_fence_stream(f) == stream);
   }
-  return true;
+  return all;
 }
 /* The acquire load of word_ pairs with the decrement of a release (gmi_chunk_unhold_device()) and with the operation
- * that set the flags: it makes their fences visible. A failed exchange repeats the checks. An exchange can succeed
- * although another thread acquired, released and restored the same word meanwhile; the two acquires then overlap in
- * time, and the order of overlapping acquires is the callers' business. The flags that were checked hold, as the word
- * is equal.
- *
- * A write requires DIRTY: a write of a chunk with other valid copies must invalidate them under the lock. It also waits
- * for readers, which a read does not. */
-static inline bool gmi_chunk_hold_fast(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream) {
+ * that set the flags: it makes their fences visible. An exchange can succeed although another thread acquired, released
+ * and restored the same word meanwhile; the two acquires then overlap in time, and the order of overlapping acquires is
+ * the callers' business. The flags that were checked hold, as the word is equal. A write also waits for readers, which
+ * a read does not. */
+static inline bool gmi_chunk_hold_now(gmi_chunk_t *c, uint32_t mode, uint32_t stream) {
   uint32_t word = atomic_load_explicit(&c->word_, memory_order_acquire);
-  uint32_t needs = GMI_CHUNK_RESIDENT | GMI_CHUNK_SETTLED | (mode & GEMINI_WRITE ? GMI_CHUNK_DIRTY : 0);
-  uint32_t add = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
-  do {
-    if ((word & needs) != needs || (word & GMI_CHUNK_USERS) == GMI_CHUNK_USERS ||
-        (word & GMI_CHUNK_WRITERS) == GMI_CHUNK_WRITERS || !gmi_uses_allow(m, &c->writes_, stream) ||
-        (mode & GEMINI_WRITE && !gmi_uses_allow(m, &c->reads_, stream)))
-      return false;
-  } while (
-      !atomic_compare_exchange_weak_explicit(&c->word_, &word, word + add, memory_order_acq_rel, memory_order_acquire));
-  return true;
+  return gmi_chunk_word_allows(word, mode) && gmi_uses_are_of(&c->writes_, stream) &&
+         (!(mode & GEMINI_WRITE) || gmi_uses_are_of(&c->reads_, stream)) &&
+         atomic_compare_exchange_strong_explicit(&c->word_, &word, word + gmi_chunk_word_user(mode),
+                                                 memory_order_acq_rel, memory_order_relaxed);
 }
 /* Release order: the next user, or an eviction, that sees the count without this use also sees its fence. */
 static inline void gmi_chunk_unhold_device(gmi_chunk_t *c, uint32_t mode) {
-  uint32_t sub = mode & GEMINI_WRITE ? 1 + GMI_CHUNK_WRITER : 1;
-  uint32_t before = atomic_fetch_sub_explicit(&c->word_, sub, memory_order_acq_rel);
+  uint32_t before = atomic_fetch_sub_explicit(&c->word_, gmi_chunk_word_user(mode), memory_order_acq_rel);
   GMI_ASSERT((before & GMI_CHUNK_USERS) >= 1 && (!(mode & GEMINI_WRITE) || before & GMI_CHUNK_WRITERS));
   (void)before;
 }
@@ -284,32 +284,18 @@ static inline void gmi_chunk_unhold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t t
   if (tier == GEMINI_TIER_DEVICE) gmi_chunk_unhold_device(c, mode);
   else gmi_chunk_unhold_host(m, c, mode & GEMINI_WRITE);
 }
-/* Stores the fence in an entry that is empty, that belongs to the same stream, or whose work is done. If there is none,
- * stream waits for the work of the first entry and replaces it. Several releases may run at the same time: the exchange
- * fails if another one has changed the entry since it was examined, and the search starts again. */
-static inline gemini_status_t gmi_chunk_use(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream,
-                                            bool locked) {
-  atomic_store_explicit(&c->touched_, atomic_load_explicit(&m->frames.clock, memory_order_relaxed),
-                        memory_order_relaxed);
-  gmi_uses_t *uses = mode & GEMINI_WRITE ? &c->writes_ : &c->reads_;
-  while (stream != GMI_CALLER) {
-    gmi_fence_t seen[GMI_USES];
-    int place = GMI_USES;
-    for (int i = GMI_USES; i-- > 0;) {
-      seen[i] = atomic_load_explicit(&uses->fence[i], memory_order_relaxed);
-      if (!seen[i] || gmi_fence_stream(seen[i]) == stream || gmi_fence_reached(m, seen[i])) place = i;
-    }
-    if (place == GMI_USES) {
-      bool ended;
-      place = 0;
-      gemini_status_t status = gmi_chunk_use_full(m, stream, seen[place], locked, &ended);
-      if (status || ended) return status;
-    }
-    gmi_fence_t now = gmi_fence_later(m, stream);
-    /* The fence becomes visible through the decrement of word_ that follows in gmi_chunk_unhold_device(). */
-    if (atomic_compare_exchange_strong(&uses->fence[place], &seen[place], now)) break;
-  }
-  return GEMINI_OK;
+static inline void gmi_chunk_touch(gmi_manager_t *m, gmi_chunk_t *c) {
+  uint64_t clock = atomic_load_explicit(&m->frames.clock, memory_order_relaxed);
+  atomic_store_explicit(&c->touched_, clock, memory_order_relaxed);
+}
+/* An entry that names the fence already stays as it is: its mark is not placed yet, so it will be behind this use, too.
+ * Whoever replaces the entry meanwhile puts a fence there that is behind it. */
+static inline bool gmi_chunk_use_now(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode, uint32_t stream) {
+  const gmi_uses_t *uses = mode & GEMINI_WRITE ? &c->writes_ : &c->reads_;
+  if (stream != GMI_CALLER && atomic_load_explicit(&uses->fence[0], memory_order_relaxed) != gmi_fence_later(m, stream))
+    return false;
+  gmi_chunk_touch(m, c);
+  return true;
 }
 
 #endif

@@ -10,18 +10,10 @@
 #include "base/fork.h"
 #include "core/manager.h"
 
-/* ---- open managers
- *
- * gmi_manager_enter() stores id (release) after manager; gmi_manager_get() loads id (acquire) and then reads manager.
- * id is 0 while the entry is free, so a handle of a closed manager never matches. The caller must not close a manager
- * while another call on it runs. */
-static struct {
-  _Atomic uint64_t id;
-  gmi_manager_t *manager;
-  pid_t opener; /* the process that opened it */
-} live[GMI_MANAGERS];
+/* ---- open managers */
+gmi_place_t gmi_places[GMI_MANAGERS];
 
-static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER; /* guards changes of live[], and the two below */
+static pthread_mutex_t live_lock = PTHREAD_MUTEX_INITIALIZER; /* guards changes of gmi_places[], and the two below */
 
 uint64_t gmi_manager_serial; /* Guarded by live_lock. */
 
@@ -76,13 +68,13 @@ static void fork_child(void) {
   pthread_mutex_init(&live_lock, NULL);
   gmi_watch_forked();
   for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
-    uint64_t id = atomic_exchange(&live[entry].id, 0);
+    uint64_t id = atomic_exchange(&gmi_places[entry].id, 0);
     if (id) {
       forked[entry].id = id;
-      forked[entry].opener = live[entry].opener;
+      forked[entry].opener = gmi_places[entry].opener;
       generations_given[entry][id & (SERIALS - 1)] = GMI_TENSOR_GENERATIONS; /* the parent goes on using them */
     }
-    live[entry].manager = NULL;
+    gmi_places[entry].manager = NULL;
   }
 }
 
@@ -113,10 +105,7 @@ void gmi_handle_wrong(uint64_t id, uint32_t type) {
   gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no %s of this manager", (unsigned long long)id, names[type]);
 }
 
-gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
-  uint64_t id = gmi_id(handle);
-  uint32_t entry = (uint32_t)(id >> 54) & 63;
-  if (id && atomic_load_explicit(&live[entry].id, memory_order_acquire) == id) return live[entry].manager;
+gmi_manager_t *gmi_manager_wrong(uint64_t id) {
   if (!is_forked(id)) gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is no open manager", (unsigned long long)id);
   return NULL;
 }
@@ -125,7 +114,7 @@ gmi_manager_t *gmi_manager_get(gemini_manager_t handle) {
  * Called with live_lock held. */
 static bool place_take(gmi_manager_t *m) {
   for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) {
-    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&live[entry].id); i++) {
+    for (uint32_t i = 1; i <= SERIALS && !atomic_load(&gmi_places[entry].id); i++) {
       uint64_t serial = gmi_manager_serial + i, end = serial & (SERIALS - 1);
       if (generations_given[entry][end] >= GMI_TENSOR_GENERATIONS) continue;
       gmi_manager_serial = serial;
@@ -143,11 +132,11 @@ bool gmi_manager_enter(gmi_manager_t *m, bool *full_out) {
   pthread_mutex_lock(&live_lock);
   bool placed = place_take(m);
   *full_out = true;
-  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) *full_out &= atomic_load(&live[entry].id) != 0;
+  for (uint32_t entry = 0; entry < GMI_MANAGERS; entry++) *full_out &= atomic_load(&gmi_places[entry].id) != 0;
   if (placed) {
-    live[m->identity.entry].manager = m;
-    live[m->identity.entry].opener = getpid();
-    atomic_store_explicit(&live[m->identity.entry].id, m->identity.id, memory_order_release);
+    gmi_places[m->identity.entry].manager = m;
+    gmi_places[m->identity.entry].opener = getpid();
+    atomic_store_explicit(&gmi_places[m->identity.entry].id, m->identity.id, memory_order_release);
   }
   pthread_mutex_unlock(&live_lock);
   return placed;
@@ -156,7 +145,7 @@ bool gmi_manager_enter(gmi_manager_t *m, bool *full_out) {
 void gmi_manager_leave(gmi_manager_t *m) {
   pthread_mutex_lock(&live_lock);
   *generations_of(m) = generations_highest(m);
-  atomic_store_explicit(&live[m->identity.entry].id, 0, memory_order_release);
-  live[m->identity.entry].manager = NULL;
+  atomic_store_explicit(&gmi_places[m->identity.entry].id, 0, memory_order_release);
+  gmi_places[m->identity.entry].manager = NULL;
   pthread_mutex_unlock(&live_lock);
 }

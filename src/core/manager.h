@@ -24,6 +24,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <sys/types.h>
 
 #include "base/handle.h"
 #include "base/status.h"
@@ -146,16 +147,25 @@ typedef struct gmi_host {
 #define GMI_TENSOR_FROZEN (UINT64_C(1) << 57) /* the chunk size is being changed: only the lock's holder acquires */
 #define GMI_TENSOR_DEAD (UINT64_C(1) << 56)   /* the record is about to be freed: acquires fail */
 #define GMI_TENSOR_USERS ((UINT64_C(1) << 56) - 1) /* all user fields */
-#define GMI_TENSOR_OTHERS_SHIFT 40                 /* 16 bits: acquires that have a lease, and claimed releases */
-#define GMI_TENSOR_OTHERS_MASK (UINT64_C(0xffff) << 40)
-static inline unsigned gmi_tensor_mode_shift(uint32_t mode) { /* of the field of whole acquires with this mode */
-  return mode == GEMINI_READ ? 0 : mode == GEMINI_WRITE ? 16 : 28;
-}
-static inline uint64_t gmi_tensor_mode_mask(uint32_t mode) { /* 16, 12 and 12 bits */
-  return mode == GEMINI_READ ? UINT64_C(0xffff) : UINT64_C(0xfff) << gmi_tensor_mode_shift(mode);
+typedef struct gmi_field {
+  uint64_t unit, mask; /* a count of 1 in the field; the field's bits */
+} gmi_field_t;
+#define GMI_TENSOR_FIELD(shift, bits) { UINT64_C(1) << (shift), ((UINT64_C(1) << (bits)) - 1) << (shift) }
+enum { GMI_TENSOR_OTHERS }; /* index of the field of acquires that have a lease, and of claimed releases */
+static const gmi_field_t gmi_tensor_fields[] = { /* the others by mode, GEMINI_READ... */
+                                                 [GMI_TENSOR_OTHERS] = GMI_TENSOR_FIELD(40, 16),
+                                                 [GEMINI_READ] = GMI_TENSOR_FIELD(0, 16),
+                                                 [GEMINI_WRITE] = GMI_TENSOR_FIELD(16, 12),
+                                                 [GEMINI_READ_WRITE] = GMI_TENSOR_FIELD(28, 12)
+};
+static inline uint64_t gmi_tensor_field_users(uint64_t word, uint32_t field) {
+  return (word & gmi_tensor_fields[field].mask) / gmi_tensor_fields[field].unit;
 }
 static inline uint64_t gmi_tensor_users(uint64_t word) {
-  return (word & 0xffff) + (word >> 16 & 0xfff) + (word >> 28 & 0xfff) + (word >> 40 & 0xffff);
+  uint64_t users = 0;
+  for (uint32_t field = GMI_TENSOR_OTHERS; field <= GEMINI_READ_WRITE; field++)
+    users += gmi_tensor_field_users(word, field);
+  return users;
 }
 /* Records are reused, but their memory is never freed while the manager is open, so that any thread may read word and
  * life of any record. life is stored last (release) when a tensor is created, and cleared when it is dropped: a thread
@@ -258,10 +268,10 @@ typedef struct gmi_page { /* of the non-model heap */
 } gmi_page_t;
 
 #define GMI_STREAM_ENDING (UINT64_C(1) << 63) /* in life: the stream is being destroyed, and its handle is refused */
-typedef struct gmi_stream {
-  _Atomic uint64_t life; /* Atomic: the generation, from 1, while the stream is open, with GMI_STREAM_ENDING while it is
-                          * being destroyed; else 0. Stored under the lock */
-  uint64_t generation;   /* of the latest stream with this index */
+typedef struct gmi_stream {                   /* a cache line each, as the threads of other streams change theirs */
+  _Alignas(64) _Atomic uint64_t life;         /* Atomic: the generation, from 1, while the stream is open, with
+                                       * GMI_STREAM_ENDING while it is being destroyed; else 0. Stored under the lock */
+  uint64_t generation;                        /* of the latest stream with this index */
   bool internal;
   bool named;  /* the caller knows native: it was adopted, or told to the caller */
   bool hooked; /* adopted by a hook: may be ended when another stream needs the index */
@@ -552,8 +562,22 @@ extern uint64_t gmi_manager_serial; /* managers opened so far; tests may add to 
 /* Makes the manager's handle valid. False: as many managers are open as there can be (*full_out), or the handles of
  * all free places are used up. */
 bool gmi_manager_enter(gmi_manager_t *m, bool *full_out);
-void gmi_manager_leave(gmi_manager_t *m);                /* makes its handle and its objects' handles invalid */
-gmi_manager_t *gmi_manager_get(gemini_manager_t handle); /* NULL, with the error recorded */
+void gmi_manager_leave(gmi_manager_t *m); /* makes its handle and its objects' handles invalid */
+/* A place for an open manager. gmi_manager_enter() stores id (release) after manager; gmi_manager_get() loads id
+ * (acquire) and then reads manager. id is 0 while the place is free, so a handle of a closed manager never matches. The
+ * caller must not close a manager while another call on it runs. */
+typedef struct gmi_place {
+  _Alignas(32) _Atomic uint64_t id; /* a power of two: its size multiplies an index in each call */
+  gmi_manager_t *manager;
+  pid_t opener; /* the process that opened it */
+} gmi_place_t;
+extern gmi_place_t gmi_places[GMI_MANAGERS];                            /* by the entry in a handle */
+gmi_manager_t *gmi_manager_wrong(uint64_t id);                          /* records the error and returns NULL */
+static inline gmi_manager_t *gmi_manager_get(gemini_manager_t handle) { /* NULL, with the error recorded */
+  uint64_t id = gmi_id(handle);
+  gmi_place_t *place = &gmi_places[id >> 54 & (GMI_MANAGERS - 1)];
+  return id && atomic_load_explicit(&place->id, memory_order_acquire) == id ? place->manager : gmi_manager_wrong(id);
+}
 void *gmi_handle(const gmi_manager_t *m, uint32_t type, uint64_t generation, uint32_t index);
 void gmi_handle_wrong(uint64_t id, uint32_t type); /* records the error */
 static inline uint32_t gmi_handle_index_bits(uint32_t type) {
@@ -564,12 +588,18 @@ static inline uint32_t gmi_handle_index_bits(uint32_t type) {
          : type == GMI_HANDLE_GROUP  ? GMI_GROUP_INDEX_BITS
                                      : 0;
 }
+/* Is it a handle of this type and of this manager? Compares all bits above the object's at once: the type in the
+ * manager's own handle is GMI_HANDLE_MANAGER. */
+static inline bool gmi_handle_is(const gmi_manager_t *m, uint64_t id, uint32_t type) {
+  return (id ^ m->identity.id) >> GMI_HANDLE_OBJECT_BITS == (uint64_t)(type ^ GMI_HANDLE_MANAGER)
+                                                                << (60 - GMI_HANDLE_OBJECT_BITS);
+}
 /* Returns true, with index and generation, if handle has this type and belongs to this manager; otherwise records the
  * error. Inline because each acquire and release calls it several times with a constant type. */
 static inline bool gmi_handle_open(const gmi_manager_t *m, const void *handle, uint32_t type, uint32_t *index_out,
                                    uint64_t *generation_out) {
   uint64_t id = gmi_id(handle);
-  if (id >> 60 != type || ((id ^ m->identity.id) & GMI_HANDLE_MANAGER_MASK)) {
+  if (!gmi_handle_is(m, id, type)) {
     gmi_handle_wrong(id, type);
     return false;
   }

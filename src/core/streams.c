@@ -45,12 +45,6 @@ gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fen
   return fence_now(m, stream, false, fence_out);
 }
 
-/* seq_cst: pairs with the claim in fence_now(). */
-gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
-  if (stream == GMI_CALLER) return 0;
-  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].recorded, memory_order_seq_cst) + 1);
-}
-
 /* Places marks until the fence's mark exists. At most a few: a fence names at most one mark beyond the last claim, and
  * the loop only repeats when a failed claim was taken back. */
 static gemini_status_t fence_record(gmi_manager_t *m, gmi_fence_t fence) {
@@ -139,17 +133,10 @@ gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address
 
 /* ---- streams */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out) {
-  if (stream == GEMINI_STREAM_CALLER) {
-    *index_out = GMI_CALLER;
-    return GEMINI_OK;
-  }
-  uint32_t index;
-  uint64_t generation;
-  if (!gmi_handle_open(m, stream, GMI_HANDLE_STREAM, &index, &generation)) return GEMINI_ERR_HANDLE;
-  if (!generation || index >= GMI_DEVICE_MAX_STREAMS || atomic_load(&m->streams[index].life) != generation)
-    return gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
-  *index_out = index;
-  return GEMINI_OK;
+  if (gmi_stream_find(m, stream, index_out)) return GEMINI_OK;
+  if (!gmi_handle_is(m, gmi_id(stream), GMI_HANDLE_STREAM)) gmi_handle_wrong(gmi_id(stream), GMI_HANDLE_STREAM);
+  else gmi_fail(GEMINI_ERR_HANDLE, 0, "%#llx is a destroyed stream", (unsigned long long)stream);
+  return GEMINI_ERR_HANDLE;
 }
 
 /* The count comes before the second look at life, and gmi_stream_end() changes life before it looks at the count, all

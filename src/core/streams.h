@@ -9,6 +9,8 @@
  * stream's until the lock is released. Without it, the stream may be destroyed at any time, and the index given to
  * another one: such a call may name the index in fences (gmi_fence_later(), gmi_fence_reached()), and nothing else. */
 gemini_status_t gmi_stream_resolve(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
+/* The same without an error: returns false, with nothing changed, if the handle is not that of an open stream. */
+static inline bool gmi_stream_find(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
 /* For a call that uses the stream without the lock: until gmi_stream_leave() the stream is not destroyed. The call must
  * not take the manager's lock meanwhile, because gmi_stream_end() holds it and waits for the call. Any thread. */
 gemini_status_t gmi_stream_enter(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
@@ -53,6 +55,25 @@ bool gmi_fence_reached(gmi_manager_t *m, gmi_fence_t fence);
 gmi_fence_t gmi_fence_join(gmi_manager_t *m, gmi_fence_t a, gmi_fence_t b);
 /* Returns a fence behind all work queued on stream so far, without a device call: its mark is placed when it is first
  * waited for. Returns 0 for GMI_CALLER. Any thread, no lock. */
-gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
+static inline gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream);
+
+/* ---- inline, because every acquire and release runs them */
+_Static_assert(GMI_DEVICE_MAX_STREAMS == 1u << GMI_STREAM_INDEX_BITS, "each index in a handle has a record");
+static inline bool gmi_stream_find(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out) {
+  uint64_t id = gmi_id(stream), object = id & ((UINT64_C(1) << GMI_HANDLE_OBJECT_BITS) - 1);
+  uint32_t index = (uint32_t)id & (GMI_DEVICE_MAX_STREAMS - 1);
+  uint64_t generation = object >> GMI_STREAM_INDEX_BITS;
+  if (stream == GEMINI_STREAM_CALLER) index = GMI_CALLER;
+  else if (!gmi_handle_is(m, id, GMI_HANDLE_STREAM) || !generation ||
+           atomic_load(&m->streams[index].life) != generation)
+    return false;
+  *index_out = index;
+  return true;
+}
+/* seq_cst: pairs with the claim in fence_now(). */
+static inline gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
+  if (stream == GMI_CALLER) return 0;
+  return gmi_fence(stream, atomic_load_explicit(&m->streams[stream].recorded, memory_order_seq_cst) + 1);
+}
 
 #endif

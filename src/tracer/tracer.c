@@ -282,7 +282,7 @@ static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_strea
   t->op_open = true;
   pthread_mutex_unlock(&t->touch_lock);
   /* A new serial makes each tensor's `seen` word stale, so the fast path of acquire reports its first access in this
-   * op (gmi_tensor_t). Relaxed loads in chunk/access.c read it: it publishes no other data, since gmi_tracer_touch()
+   * op (gmi_tensor_t). Relaxed loads in chunk/acquire.h read it: it publishes no other data, since gmi_tracer_touch()
    * takes touch_lock. */
   atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
   gmi_reap(m);

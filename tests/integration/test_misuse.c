@@ -1073,6 +1073,19 @@ static void test_handle_of_what_was_destroyed_stays_dead(void) {
     REFUSED(HANDLE, "", gemini_arena_info, mgr, arena, &arena_info);
     CHECK_OK(gemini_arena_destroy(mgr, again));
   }
+  /* Also while the tensor that has its place is acquired as it would have been, and by the same modes. */
+  gemini_tensor_t t = 0;
+  CHECK_OK(gemini_tensor_register(mgr, bed.other, "again", 64, 0, &t));
+  for (uint32_t mode = READ; mode <= BOTH; mode++) {
+    gemini_access_t live = world_whole(t, mode, DEVICE), dead = world_whole(tensor, mode, DEVICE);
+    for (int i = 0; i < 2; i++) { /* the second acquire finds the chunk on the device */
+      CHECK_OK(gemini_acquire(mgr, &live, 1, bed.w.stream));
+      REFUSED(HANDLE, "unregistered", gemini_acquire, mgr, &dead, 1, bed.w.stream);
+      REFUSED(HANDLE, "unregistered", gemini_release, mgr, &dead, 1, bed.w.stream);
+      CHECK_OK(gemini_release(mgr, &live, 1, bed.w.stream));
+    }
+  }
+  CHECK_OK(gemini_tensor_unregister(mgr, t));
   for (int i = 0; i < STREAMS; i++) {
     CHECK_OK(gemini_stream_create(mgr, &next));
     CHECK(next != stream);

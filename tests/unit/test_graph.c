@@ -557,6 +557,30 @@ static void test_graph_writes_what_was_acquired_before(void) {
   finish(&w);
 }
 
+/* A tensor that acquires find on the device without the lock is the graph's business all the same. */
+static void test_graph_captures_tensors_that_are_resident(void) {
+  world_t w = start(4, 1);
+  gemini_tensor_t t = world_tensor(&w, world_arena(&w, GEMINI_KIND_PARAM, 2, "p", 0, 0), "t", W);
+  gemini_access_t out = world_whole(t, READ, DEVICE), in = out;
+  for (int i = 0; i < 2; i++) { /* the second finds it settled */
+    CHECK_OK(gemini_acquire(w.mgr, &out, 1, w.stream));
+    CHECK_OK(gemini_release(w.mgr, &out, 1, w.stream));
+    CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  }
+  CHECK_OK(gemini_acquire(w.mgr, &out, 1, w.stream));
+  graph_t g;
+  graph_begin(&w, &g, 1, 4);
+  CHECK_OK(gemini_acquire(w.mgr, &in, 1, w.stream));
+  CHECK_EQ(world_tensor_info(&w, t).users, 1); /* not the capture's, which has a lease */
+  CHECK_OK(gemini_release(w.mgr, &in, 1, w.stream));
+  CHECK_STATUS(gemini_release(w.mgr, &out, 1, w.stream), GEMINI_ERR_STATE); /* not inside */
+  CHECK_SAYS(world_error().message, "must be released after it");
+  graph_end(&w, &g);
+  CHECK_OK(gemini_release(w.mgr, &out, 1, w.stream));
+  graph_destroy(&w, &g);
+  finish(&w);
+}
+
 /* ---- gradients in their parameters' bytes */
 static void check_parameters_in_graph(bool ranges) { /* of the arenas, or their tensors */
   world_t w = start(4, 1);
@@ -1160,6 +1184,7 @@ int main(void) {
   RUN(test_graph_enter_queues_what_was_left_before_it_maps_frames);
   RUN(test_graph_replays_keep_their_order_with_other_streams);
   RUN(test_graph_writes_what_was_acquired_before);
+  RUN(test_graph_captures_tensors_that_are_resident);
   RUN(test_graph_reads_parameters_only_where_there_are_any);
   RUN(test_graph_that_is_too_small_names_operator_and_bytes);
   RUN(test_graph_misuse_is_refused);
