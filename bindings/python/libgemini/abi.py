@@ -493,6 +493,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "phase_set": [_M, _U32],
     "op_begin": [_M, c_char_p, _H],
     "op_begin_with": [_M, c_char_p, _H, c_void_p, _U64],
+    "op_begin_chosen": [_M, c_char_p, _H],
     "op_end": [_M],
     "acquire": [_M, c_void_p, _U64, _H],
     "release": [_M, c_void_p, _U64, _H],
