@@ -6,9 +6,9 @@
  * is made of what they have in common. Chunks that the plan does not know are a *cache* in the frames that it leaves:
  * a chosen operator's acquire finds its chunks there, or fetches them on demand.
  *
- * The plan's chunks come first: of the frames it takes what it needs, but for those of two chosen operators, where there
- * is room for that. When a frame is needed, chunks of the cache leave before those of the plan, the one used longest ago
- * first. docs/design.md ("Chosen operators") says more.
+ * The plan's chunks come first: of the frames it takes what it needs, but for those of two chosen operators, where
+ * there is room for that. When a frame is needed, chunks of the cache leave before those of the plan, the one used
+ * longest ago first. docs/design.md ("Chosen operators") says more.
  */
 #ifndef GEMINI_CHOSEN_H
 #define GEMINI_CHOSEN_H

@@ -214,8 +214,9 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
 
 /* Picks the chunk to evict: the one with the furthest next use (Belady's rule), which is known while a plan is
  * followed. Unknown next uses compare as furthest, and equal ones by last use, so without a plan this is least recently
- * used; the chunks of chosen operators, which no plan knows, leave before the plan's. clean: considers only chunks whose
- * bytes are valid in another tier, too, and which need no space there. cached: only chunks whose next use is unknown. */
+ * used; the chunks of chosen operators, which no plan knows, leave before the plan's. clean: considers only chunks
+ * whose bytes are valid in another tier, too, and which need no space there. cached: only chunks whose next use is
+ * unknown. */
 static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean, bool cached) {
   gmi_chunk_t *best = NULL;
   uint64_t best_next = 0, best_last = 0;

@@ -181,8 +181,9 @@ static bool is_speculated(gmi_manager_t *m, const gmi_chunk_t *c) {
   return gmi_chunk_spec(c) && gmi_chunk_arena(m, c)->kind != GEMINI_KIND_PARAM;
 }
 
-/* Fetches a chunk ahead of its use. Where ops are chosen, chunks that the plan does not know make room. A chunk with a deferred update piece, held by a graph's replay, or claimed by a
- * load is left to be fetched on demand: what precedes it is not queued yet. */
+/* Fetches a chunk ahead of its use. Where ops are chosen, chunks that the plan does not know make room. A chunk with a
+ * deferred update piece, held by a graph's replay, or claimed by a load is left to be fetched on demand: what precedes
+ * it is not queued yet. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, const variant_t *v, gmi_chunk_t *c) {
   bool later = gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c) || is_speculated(m, c);
   return later ? GEMINI_OK

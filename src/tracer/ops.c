@@ -2,8 +2,8 @@
  * with the variants; *chosen* ones, which the caller has chosen at run time, are not.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A chosen op is an op of the record while it is open, so that what it acquires is noted and errors can name it. When it
- * ends it leaves the record: iterations that choose other ones are of the same kind, and no plan knows their chunks.
+ * A chosen op is an op of the record while it is open, so that what it acquires is noted and errors can name it. When
+ * it ends it leaves the record: iterations that choose other ones are of the same kind, and no plan knows their chunks.
  * What is kept of it are its ranges (gmi_trace_t.chosen), for which a plan leaves frames. */
 #include <errno.h>
 #include <stdlib.h>

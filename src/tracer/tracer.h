@@ -8,10 +8,10 @@
  * active. If none agrees, the rest of the iteration is served on demand, and its record becomes a new variant with a
  * plan of its own.
  *
- * Files: tracer.c brackets iterations and phases and learns times; ops.c brackets ops; record.c records uses and stalls and compares
- * ops; follow.c carries out plans and answers questions about them; plan_input.c translates a trace for the policy;
- * trace_file.c stores traces in memory and in files; timeline.c records events for gemini_timeline_start(); op_names.c
- * keeps the names of ops.
+ * Files: tracer.c brackets iterations and phases and learns times; ops.c brackets ops; record.c records uses and stalls
+ * and compares ops; follow.c carries out plans and answers questions about them; plan_input.c translates a trace for
+ * the policy; trace_file.c stores traces in memory and in files; timeline.c records events for gemini_timeline_start();
+ * op_names.c keeps the names of ops.
  *
  * Threads: the manager's lock is held in every call, unless the comment at a function says otherwise. Lower modules
  * reach the tracer through gmi_tracer_observer and gmi_tracer_advice only (core/observer.h). */
@@ -97,8 +97,8 @@ typedef struct gmi_trace {
   uint32_t *ahead_ops;
   uint32_t ahead_count;
   bool ahead;
-  /* Uses of chosen ops in one iteration, in the order of ops: of a variant, in the one that had the largest such op. Not
-   * in files. */
+  /* Uses of chosen ops in one iteration, in the order of ops: of a variant, in the one that had the largest such op.
+   * Not in files. */
   gmi_trace_list_t chosen;
   bool zeroed[GMI_ARENAS]; /* of a trace read from a file: the arena reads as zero until an iteration writes to it */
 } gmi_trace_t;

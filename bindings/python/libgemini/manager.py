@@ -734,34 +734,38 @@ class Manager:
         """
         self.lib.phase_set(self.handle, _code(PHASES, phase, "phase"))
 
-    def op_begin(self, name: str, stream: int = abi.STREAM_CALLER) -> None:
+    def op_begin(self, name: str, stream: int = abi.STREAM_CALLER, chosen: bool = False) -> None:
         """Opens an operator.
 
         Args:
             name: 1 to 127 bytes; the same operator has the same name in each iteration.
             stream: Where its work is queued.
+            chosen: Whether it is chosen at run time, as an expert is by a router: other iterations of its kind may
+                leave it out, and no plan knows it. See gemini/chosen.h.
 
         Raises:
             GeminiError: Status "STATE": no iteration is open, or an operator is.
         """
-        self.lib.op_begin(self.handle, name.encode(), stream)
+        begin = self.lib.op_begin_chosen if chosen else self.lib.op_begin
+        begin(self.handle, name.encode(), stream)
 
     def op_end(self) -> None:
         """Closes the operator. What was acquired in it may be released later."""
         self.lib.op_end(self.handle)
 
     @contextlib.contextmanager
-    def operator(self, name: str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[None]:
+    def operator(self, name: str, stream: int = abi.STREAM_CALLER, chosen: bool = False) -> typing.Iterator[None]:
         """A context manager: an operator, which ends also after an exception.
 
         Args:
             name: As of op_begin().
             stream: As of op_begin().
+            chosen: As of op_begin().
 
         Raises:
             GeminiError: As op_begin().
         """
-        self.op_begin(name, stream)
+        self.op_begin(name, stream, chosen)
         with _ends(self.op_end):
             yield
 
