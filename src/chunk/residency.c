@@ -214,21 +214,23 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
 
 /* Picks the chunk to evict: the one with the furthest next use (Belady's rule), which is known while a plan is
  * followed. Unknown next uses compare as furthest, and equal ones by last use, so without a plan this is least recently
- * used; the chunks of chosen operators, which no plan knows, leave before the plan's. clean: considers only chunks
- * whose bytes are valid in another tier, too, and which need no space there. cached: only chunks whose next use is
- * unknown. */
+ * used; the chunks of chosen operators, which no plan knows, leave before the plan's, in the order of the cache's
+ * policy. clean: considers only chunks whose bytes are valid in another tier, too, and which need no space there.
+ * cached: only chunks whose next use is unknown. */
 static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean, bool cached) {
   gmi_chunk_t *best = NULL;
-  uint64_t best_next = 0, best_last = 0;
+  uint64_t best_next = 0, best_rank = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c) || gmi_chunk_is_gathered(m, c)) continue;
     if (clean && gmi_chunk_has_only(c, GMI_VALID_DEVICE)) continue;
     const uint64_t next = m->trace.advice->next_use(m, c), last = gmi_chunk_touched(c);
     if ((cached && next != UINT64_MAX) || next < best_next) continue;
-    if (best && next == best_next && last >= best_last) continue;
+    const uint64_t rank = next == UINT64_MAX ? m->trace.advice->cache_rank(m, c) : 0;
+    if (best && next == best_next && (rank < best_rank || (rank == best_rank && last >= best_last))) continue;
     best = c;
     best_next = next;
+    best_rank = rank;
     best_last = last;
   }
   return best;

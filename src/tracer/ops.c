@@ -4,7 +4,8 @@
  *
  * A chosen op is an op of the record while it is open, so that what it acquires is noted and errors can name it. When
  * it ends it leaves the record: iterations that choose other ones are of the same kind, and no plan knows their chunks.
- * What is kept of it are its ranges (gmi_trace_t.chosen), for which a plan leaves frames. */
+ * What is kept of it are its ranges (gmi_trace_t.chosen), for which a plan leaves frames, and a note in each of its
+ * chunks, which policies of the cache read (policy/cache.h). */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -151,14 +152,35 @@ static gemini_status_t op_begin_chosen(gmi_manager_t *m, const char *name, gemin
   return GEMINI_OK;
 }
 
-/* Keeps of a chosen op that ends what plans need: its ranges. */
+/* Where the iteration is, for the policy of the cache. */
+static gmi_cache_now_t cache_now(const gmi_manager_t *m) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  return (gmi_cache_now_t){ .pass = t->iteration, .position = t->op_index, .policy = m->config.cache_policy };
+}
+uint64_t gmi_tracer_cache_rank(gmi_manager_t *m, const gmi_chunk_t *c) {
+  const gmi_cache_now_t now = cache_now(m);
+  return gmi_cache_rank(gmi_chunk_note(c), &now);
+}
+
+uint64_t gmi_tracer_cache_pass(gmi_manager_t *m) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  const variant_t *v = m->bracket.iteration_open && t->active != GMI_NONE ? &t->variants[t->active] : NULL;
+  return v && v->bundle.made && v->trace.chosen.count ? t->iteration : 0;
+}
+
+/* Keeps of a chosen op that ends what plans and the policy of the cache need: its ranges and a note in its chunks. */
 static void keep_chosen(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   const gmi_trace_op_t *op = &t->record.ops[t->op_index];
   const timing_t *k = &t->timings[t->op_index];
+  const gmi_cache_now_t now = cache_now(m);
   m->stats.stall_ns += k->stall_ns + k->unforeseen_ns;
   for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++) {
     const gmi_trace_use_t *use = &t->record.uses[s];
+    const gmi_arena_t *a = gmi_arena_at(m, use->arena);
+    const uint64_t last = (use->offset + use->size - 1) >> m->cut.chunk_shift;
+    if (!a || last >= atomic_load(&a->chunk_count)) continue; /* the arena went while the op was open */
+    for (uint64_t i = use->offset >> m->cut.chunk_shift; i <= last; i++) gmi_chunk_note_use(&a->chunks[i], &now);
     gmi_trace_chosen_t *chosen = gmi_trace_add_chosen(&t->record);
     if (!chosen) t->record_lost = true;
     else *chosen = (gmi_trace_chosen_t){ *use, t->now.chosen_ops, 0 };

@@ -115,7 +115,9 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* the budgets changed: mak
 /* Lock held, as in all functions of this header unless noted. */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER if no op is open or the op runs on the calling thread */
 const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL if no op is open */
-uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c); /* larger = later; UINT64_MAX = unknown */
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c);   /* larger = later; UINT64_MAX = unknown */
+uint64_t gmi_tracer_cache_rank(gmi_manager_t *m, const gmi_chunk_t *c); /* as of gmi_advice_t, like the next one */
+uint64_t gmi_tracer_cache_pass(gmi_manager_t *m);
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 /* undoes the last gmi_tracer_update(): the update was refused */
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);

@@ -317,6 +317,8 @@ static void use_brackets(void) {
     CHECK(a->ptr);
     OK(gemini_op_end(mgr));
     OK(gemini_op_begin_chosen(mgr, "a third one", stream));
+    NEW_FIELD(a, "accesses[0]", gemini_priority_set(mgr, a, 1, 1));
+    OK(gemini_priority_set(mgr, a, 1, 1));
     OK(gemini_op_end(mgr));
 #endif
     OK(gemini_iteration_end(mgr));

@@ -284,6 +284,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_acquire, mgr, NULL, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_release, mgr, NULL, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_hint, mgr, &a, 1);
+  REFUSED(HANDLE, says, gemini_priority_set, mgr, &a, 1, 1);
   REFUSED(HANDLE, says, gemini_move, mgr, &a, 1);
   REFUSED(HANDLE, says, gemini_pin, mgr, &a);
   REFUSED(HANDLE, says, gemini_unpin, mgr, &a);
@@ -576,6 +577,8 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "location_out is NULL", gemini_locate, mgr,
           (void *)(uintptr_t)world_tensor_info(&bed.w, bed.o[0]).address, NULL);
   REFUSED(INVALID, "accesses is NULL|1", gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, NULL, 1);
+  REFUSED(INVALID, "accesses is NULL|1", gemini_priority_set, mgr, NULL, 1, 0);
+  REFUSED(INVALID, "priority is 256|0 to 255", gemini_priority_set, mgr, NULL, 0, 256);
   REFUSED(INVALID, "text_out is NULL|16", gemini_stats_text, mgr, 16, NULL, &out.id);
   REFUSED(INVALID, "text_out is NULL|16", gemini_explain_address, mgr, &out, 16, NULL, &out.id);
   const uint32_t rows[] = { 0, 1 };
@@ -880,7 +883,7 @@ static void test_manager_config_out_of_range_is_refused(void) {
   REFUSED_CONFIG(INVALID, "device_bytes is 0", c.device_bytes = 0);
   REFUSED_CONFIG(OOM_HOST, text("host_bytes|%llu", 0ull + most), c.host_bytes = most); /* more than there is */
   REFUSED_CONFIG(INVALID, "file_engine is 3|2", c.file_engine = 3);
-  REFUSED_CONFIG(INVALID, "reserved is 1", c.reserved = 1);
+  REFUSED_CONFIG(INVALID, "cache_policy is 3|0 to 2", c.cache_policy = 3);
   REFUSED_CONFIG(INVALID, "checkpoint_name is \"kept\"|file tier", c.checkpoint_name = "kept");
   REFUSED_CONFIG(INVALID, "checkpoint_name is \"\"", c.checkpoint_name = "");
   REFUSED_CONFIG(INVALID, text("device_bytes is %llu|%llu", 1ull + most, 0ull + most), c.device_bytes = most + 1);

@@ -358,13 +358,15 @@ def mixture(**more):
     return model
 
 
-@pytest.mark.parametrize("share", [1.3, 0.5, 0.3])
-def test_experts_come_as_the_router_chooses(session, share):
+@pytest.mark.parametrize(
+    ("share", "policy"), [(1.3, "lru"), (0.5, "lru"), (0.5, "frequent"), (0.5, "least-stale"), (0.3, "lru")]
+)
+def test_experts_come_as_the_router_chooses(session, share, policy):
     """Each token chooses other experts, which are in no plan: one plan serves all tokens, and they are torch's."""
     ids, more = prompt(1, 8), {"do_sample": True, "max_new_tokens": 24}
     want = generate(mixture(), ids, **more)
     model = mixture()
-    session(share_of(model, share), units="never")
+    session(share_of(model, share), units="never", cache_policy=policy)
     model = gm.infer(model)
     for _ in range(2):
         gm.stats_reset()
@@ -375,6 +377,38 @@ def test_experts_come_as_the_router_chooses(session, share):
     stats = gm.stats()
     assert stats["plans"] <= 4 and stats["planned_iterations"] >= stats["iterations"] - 2
     assert moved("device to host") == 0
+
+
+def test_experts_that_are_predicted_come_ahead(session):
+    """A prediction that is right leaves nothing to be fetched on demand, is no departure, and changes no token."""
+    ids, more = prompt(1, 8), {"do_sample": True, "max_new_tokens": 12}
+    chosen: list[list[int]] = []  # by block and pass, in order
+    model = mixture()
+    for block in model.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].unique().tolist()))
+    want = generate(model, ids, **more)
+    model = mixture()
+    session(share_of(model, 0.5), units="never")
+    model = gm.infer(model)
+    assert torch.equal(generate(model, ids, **more), want)
+
+    def predict(block, args):
+        numbers = chosen[predicted[0]]
+        predicted[0] += 1
+        gm.hint(*(weight[number] for number in numbers for weight in (block.gate_up_proj, block.down_proj)))
+
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda layer, args: predict(layer.mlp.experts, args))
+    predicted = [0]
+    with departures(model) as seen:
+        moves = []
+        model.register_forward_hook(lambda *_: moves.append(dict(gm.stats()["moved_bytes"]["host to device"])))
+        assert torch.equal(generate(model, ids, **more), want)
+    assert predicted[0] == len(chosen) and seen[-1] == seen[0]
+    after = {reason: moves[-1][reason] - moves[0][reason] for reason in moves[0]}  # from the second token on
+    assert after["caller"] and not after["demand"] and not after["plan"]
+    with pytest.raises(gm.GeminiError, match="tensor 0 of 1 is not in the session"):
+        gm.hint(torch.zeros(3))
 
 
 def test_experts_of_a_list(session):

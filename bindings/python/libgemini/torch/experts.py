@@ -14,10 +14,15 @@ from __future__ import annotations
 import itertools
 import typing
 
+import torch
 from torch import nn
+
+from .. import abi
+from ..abi import GeminiError
 
 if typing.TYPE_CHECKING:
     from .arenas import Place
+    from .session import Session
 
 NAME = "experts"  # of the module that has them; shared experts, which all tokens use, have other names
 
@@ -50,3 +55,29 @@ def mark(module: nn.Module) -> None:
         place: Place | None = getattr(tensor, "_gm_place", None)
         if place is not None:
             place.chosen_below = chosen_below(name, place.size_bytes)
+
+
+def hint(session: Session, tensors: typing.Sequence[torch.Tensor]) -> None:
+    """Has weights come to the device ahead of their use; see libgemini.torch.hint().
+
+    Args:
+        session: The session.
+        tensors: Weights in it, or parts of them.
+
+    Raises:
+        GeminiError: One of the tensors is not in the session.
+    """
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    accesses = (abi.Access * len(tensors))()
+    for number, tensor in enumerate(tensors):
+        place: Place | None = getattr(tensor, "_gm_place", None)
+        if place is None or place.session is not session:
+            raise GeminiError(
+                f"hint(): tensor {number} of {len(tensors)} is not in the session: give parameters of a prepared "
+                "model, or views of them",
+                "INVALID",
+            )
+        offset = tensor.data_ptr() - place.address
+        elements = 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride()))
+        accesses[number] = place.access(abi.READ, offset=offset, size_bytes=elements * tensor.dtype.itemsize)
+    session.lib.hint(session.handle, accesses, len(tensors))
