@@ -14,9 +14,9 @@ the time in terms of the larger of that one and the bound. Of a mixture of exper
 block, others from token to token. Accelerate, which takes seconds for each token, generates --peer-tokens.
 
 --policy compares which expert of a mixture leaves the device first; with "all" each pass reads all experts, as
-transformers does by itself, and tokens may differ by rounding. --device-mem 30% stands for what all tokens read, 30 % of
-the experts, and 1 GiB for torch's tensors on a GPU. expert_hit_share: of the bytes of the experts that a token reads,
-those that were not fetched for it; what the prompt fetches counts, too, so it may be below 0.
+transformers does by itself, and tokens may differ by rounding. --device-mem 30% stands for what all tokens read, 30 %
+of the experts, and 1 GiB for torch's tensors on a GPU. expert_hit_share: of the bytes of the experts that a token
+reads, those that were not fetched for it; what the prompt fetches counts, too, so it may be below 0.
 
 With --folder the weights are written there once, as safetensors, a file for each block, and each process gets its model
 from the folder: gemini by gm.infer(FOLDER), the others by from_pretrained(). What the system has cached of the files is

@@ -35,8 +35,8 @@ extern "C" {
 GEMINI_API gemini_status_t gemini_op_begin_chosen(gemini_manager_t mgr, const char *name, gemini_stream_t stream)
     GEMINI_MUST_CHECK;
 /** Says how important it is that chunks of chosen operators stay on the device. It is how a program brings a policy of
- *  its own, from statistics of its router, say: of chunks with different priorities the one with the lower leaves first,
- *  of equal ones gemini_config_t.cache_policy decides. Chunks that the plan knows do not heed it.
+ *  its own, from statistics of its router, say: of chunks with different priorities the one with the lower leaves
+ *  first, of equal ones gemini_config_t.cache_policy decides. Chunks that the plan knows do not heed it.
  *  @param accesses  object and range; mode and tier are ignored; borrowed until return. Whole chunks get the priority,
  *           also where they have neighbours of the range; the last call that names a chunk counts
  *  @param count  0 to 2^20

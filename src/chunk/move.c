@@ -136,7 +136,8 @@ gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesse
   API_LOCKED(batch(m, accesses, count, hint_chunk, false));
 }
 
-static gemini_status_t priority_set(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t count, uint32_t priority) {
+static gemini_status_t priority_set(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t count,
+                                    uint32_t priority) {
   if (priority > GMI_CACHE_PRIORITY_MOST)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "priority is %u, must be 0 to %d", priority, GMI_CACHE_PRIORITY_MOST);
   gmi_accesses_t accesses;

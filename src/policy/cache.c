@@ -19,7 +19,7 @@ void gmi_cache_use(gmi_cache_note_t *note, const gmi_cache_now_t *now) {
   note->hinted = 0;
 }
 
-/* Least stale (D. Hoang et al., "SpecMD", 2026, arXiv:2602.03921): layers come in the same order in each pass, so a
+/* Least stale (after D. Hoang et al., "SpecMD", 2026, arXiv:2602.03921): layers come in the same order, so a
  * chunk behind the present position is not used again before the next pass, and one ahead may be in this one. Those
  * behind leave first, before them such as this pass did not use; of each class, those furthest from their next turn. */
 static uint64_t least_stale(const gmi_cache_note_t *note, const gmi_cache_now_t *now) {

@@ -92,11 +92,6 @@ typedef struct {
   uint8_t what;    /* gmi_group_wait_t */
 } stall_t;
 
-/* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
- * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
- * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
- * op_index is the open op or, between ops, the number of ops recorded; now.chosen implies that the open op is chosen:
- * it is the last op of the record, which it leaves when it ends. */
 /* How an iteration compares with the variants. */
 typedef struct {
   bool agrees[GMI_VARIANTS], departed;
@@ -104,6 +99,11 @@ typedef struct {
   uint64_t departures;
 } comparison_t;
 
+/* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
+ * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
+ * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
+ * op_index is the open op or, between ops, the number of ops recorded; now.chosen implies that the open op is chosen:
+ * it is the last op of the record, which it leaves when it ends. */
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
