@@ -241,6 +241,12 @@ enum {
   GEMINI_PLACEMENT_CPU = 2,   /* all chunks live below the device and are on it for one operator */
   GEMINI_PLACEMENT_STATIC = 3 /* the given fractions stay on the device; the rest as under CPU */
 };
+/** Which chunk of operators chosen at run time leaves first (gemini/chosen.h); docs/policy.md ("The cache"). */
+enum {
+  GEMINI_CACHE_LRU = 0,        /* the one used longest ago */
+  GEMINI_CACHE_FREQUENT = 1,   /* the one used in the fewest passes, of which recent ones count more */
+  GEMINI_CACHE_LEAST_STALE = 2 /* the one whose layer was passed last, as it comes again last */
+};
 enum { GEMINI_DEVICE_SIMULATED = 0, GEMINI_DEVICE_CUDA = 1 };
 enum {
   GEMINI_FILE_ENGINE_AUTO = 0,   /* io_uring, or threads if the system forbids it */
@@ -289,7 +295,7 @@ typedef struct gemini_config {
                                    debug. gemini_manager_open() refuses other values of it, but an empty one */
   void *log_user;               /* passed to log_fn */
   uint32_t file_engine;         /* GEMINI_FILE_ENGINE_* */
-  uint32_t reserved;            /* 0 */
+  uint32_t cache_policy;        /* GEMINI_CACHE_* */
   const char *checkpoint_name;  /* name under which the files are kept, for gemini_checkpoint(); needs
                                    chunk_bytes; 1 to 200 bytes without '/', and no end like .1-2.3 (numbers): such
                                    names are gemini_group_checkpoint()'s; borrowed. NULL: the files vanish with the
@@ -725,9 +731,9 @@ GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_acc
  *  gemini_op_begin() and gemini_acquire(), and GEMINI_ERR_OOM_SYSTEM: there is no memory for the list. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
                                                 gemini_access_t *accesses, uint64_t count) GEMINI_MUST_CHECK;
-/** Brings ranges to their tier (DEVICE, HOST or FILE) soon. It only takes free memory and never evicts; where there is
- *  none it has no effect. mode is ignored. Of sharded arenas, this call and the three below are for this rank's slices
- *  (gemini/group.h). Since: 0.1 */
+/** Brings ranges to their tier (DEVICE, HOST or FILE) soon. It only takes free memory and never evicts, except in
+ *  iterations with operators chosen at run time (gemini/chosen.h); where there is none it has no effect. mode is
+ *  ignored. Of sharded arenas, this call and the three below are for this rank's slices (gemini/group.h). Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
     GEMINI_MUST_CHECK;
 /** Moves ranges to their tier (DEVICE, HOST or FILE) now, and evicts for them where needed. Whole chunks move. A chunk

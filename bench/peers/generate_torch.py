@@ -13,6 +13,11 @@ device-mem it would be bound_without_torch_seconds. Where all on the GPU was run
 the time in terms of the larger of that one and the bound. Of a mixture of experts each token reads two experts in each
 block, others from token to token. Accelerate, which takes seconds for each token, generates --peer-tokens.
 
+--policy compares which expert of a mixture leaves the device first; with "all" each pass reads all experts, as
+transformers does by itself, and tokens may differ by rounding. --device-mem 30% stands for what all tokens read, 30 %
+of the experts, and 1 GiB for torch's tensors on a GPU. expert_hit_share: of the bytes of the experts that a token
+reads, those that were not fetched for it; what the prompt fetches counts, too, so it may be below 0.
+
 With --folder the weights are written there once, as safetensors, a file for each block, and each process gets its model
 from the folder: gemini by gm.infer(FOLDER), the others by from_pretrained(). What the system has cached of the files is
 dropped before. start_seconds is the time from there to the first token, reading_seconds that of reading all bytes of
@@ -25,7 +30,7 @@ device:
 
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 512KiB,256KiB --tokens 8
   generate_torch.py --device cpu --size mixtral-tiny --vocabulary 512 --sample --system gemini --tokens 100 \\
-      --device-mem 180MiB,120MiB,80MiB,40MiB
+      --device-mem 100%,30%,10% --policy lru,frequent,least-stale,all
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 256KiB --host-mem 2MiB --folder build/tiny
 SPDX-License-Identifier: Apache-2.0
 """
@@ -53,12 +58,17 @@ SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, e
     "mixtral": (4096, 14336, 32, 32, 8, 8),
 }
 SYSTEMS = "gemini", "accelerate", "gpu"
+POLICIES = "lru", "frequent", "least-stale", "all"  # which expert leaves first; all: each pass reads all experts
+TORCH_BYTES = 1 << 30  # of a GPU, for torch's own tensors, where --device-mem is a share of the experts
 TILE = 1 << 22  # random numbers that the weights repeat: to draw billions takes minutes
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 arguments.add_argument("--size", default="7b", help="of " + ", ".join(SIZES))
 arguments.add_argument(
-    "--device-mem", "--limit", default="8GiB,4GiB,2GiB", help="of gemini and accelerate; several with commas"
+    "--device-mem",
+    "--limit",
+    default="8GiB,4GiB,2GiB",
+    help="of gemini and accelerate; several with commas; of a mixture also a share of the experts, as 30%%",
 )
 arguments.add_argument("--system", default=",".join(SYSTEMS), help="of " + ", ".join(SYSTEMS) + "; several with commas")
 arguments.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
@@ -73,6 +83,7 @@ arguments.add_argument("--folder", default=None, help="of the weights, written i
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "torch"], help="of gemini")
+arguments.add_argument("--policy", default="lru", help="of gemini, of " + ", ".join(POLICIES) + "; several with commas")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the second text, to this file")
 arguments.add_argument("--explain", action="store_true")
@@ -122,7 +133,7 @@ def fill(tile, number, param):
 def make(torch, transformers):
     """The model, on the CPU."""
     model = meta_model(torch, transformers)
-    if SIZES[options.size][-1]:
+    if SIZES[options.size][-1] and options.policy != "all":
         model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
     model.to_empty(device="cpu").requires_grad_(False).eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # has a buffer that is computed
@@ -207,14 +218,20 @@ def main():
 
     cuda = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    limit, gm = libgemini.parse_bytes(options.device_mem), None
+    gm = None
     few = min(options.tokens, options.peer_tokens)
     tokens = few if options.system == "accelerate" else options.tokens
     folder, reading = options.folder and pathlib.Path(options.folder), None
     model = meta_model(torch, transformers)
     weights = sum(param.nbytes for param in model.parameters())
     needed = weights - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
-    needed -= sum(param.nbytes for name, param in model.named_parameters() if "experts" in name) * 3 // 4
+    experts = sum(param.nbytes for name, param in model.named_parameters() if "experts" in name)
+    chosen = experts * 2 // max(SIZES[options.size][5], 1)
+    if options.device_mem.endswith("%"):
+        limit = needed - experts + int(experts * float(options.device_mem[:-1]) / 100) + (TORCH_BYTES if cuda else 0)
+    else:
+        limit = libgemini.parse_bytes(options.device_mem)
+    needed -= experts - chosen
     rate = link_rate(torch, device)
     if cuda:
         torch.cuda.empty_cache()
@@ -251,6 +268,7 @@ def main():
             device=device,
             allocator=options.allocator if cuda else None,
             chunk_size=options.chunk_size,
+            cache_policy="lru" if options.policy == "all" else options.policy,
         )
         model = gm.infer(folder or model)
     ready = time.perf_counter()
@@ -312,6 +330,7 @@ def main():
         "bench": "generate_torch",
         "case": f"{options.system} {options.size}"
         + (f" {options.device_mem}" if options.system != "gpu" else "")
+        + (f" {options.policy}" if options.system == "gemini" and experts else "")
         + f" batch {options.batch} prompt {options.prompt}",
         "value": value,
         "unit": "s",
@@ -342,12 +361,13 @@ def main():
             gm.session().lib.timeline_stop(gm.session().handle)
         stats = gm.stats()
         passes = tokens
+        fetched = sum(stats["moved_bytes"]["host to device"].values())
         row.update(
             device_budget=stats["budget_bytes"]["device"],
             device_peak=stats["peak_bytes"]["device"],
             nonmodel_peak=stats["nonmodel_peak_bytes"],
             host_peak=stats["peak_bytes"]["host"],
-            fetched_bytes_per_token=sum(stats["moved_bytes"]["host to device"].values()) // passes,
+            fetched_bytes_per_token=fetched // passes,
             demand_bytes_per_token=stats["moved_bytes"]["host to device"]["demand"] // passes,
             evicted_bytes=sum(stats["moved_bytes"]["device to host"].values()),
             predicted_sec_per_token=stats["predicted_step_ns"] / 1e9,
@@ -355,6 +375,7 @@ def main():
             # Of the chunks that operators wanted, those that were on the device or on their way.
             hit_share=stats["acquire_hits"] / max(1, stats["acquire_hits"] + stats["acquire_misses"]),
             chunk_bytes=stats["chunk_bytes"],
+            **({"expert_hit_share": 1 - fetched / passes / chosen, "expert_bytes": experts} if experts else {}),
             plans=stats["plans"],
         )
         if options.explain:
@@ -376,7 +397,7 @@ if __name__ == "__main__":
         else:
             main()
         sys.exit(0)
-    systems = options.system.replace("torch", "gpu").split(",")
+    systems, policies = options.system.replace("torch", "gpu").split(","), options.policy.split(",")
     if options.size not in SIZES or not set(systems) <= set(SYSTEMS):
         print(
             f"generate_torch: {options.size}, {options.system}: want a size of {', '.join(SIZES)}, "
@@ -391,6 +412,12 @@ if __name__ == "__main__":
             file=sys.stderr,
         )
         sys.exit(2)
+    if not set(policies) <= set(POLICIES):
+        print(f"generate_torch: {options.policy}: want policies of {', '.join(POLICIES)}", file=sys.stderr)
+        sys.exit(2)
+    if not SIZES[options.size][5] and (options.policy != "lru" or "%" in options.device_mem):
+        print(f"generate_torch: {options.size} is no mixture: want no policy, no share of experts", file=sys.stderr)
+        sys.exit(2)
     if options.folder and SIZES[options.size][-1]:
         print("generate_torch: --folder: mixtures of experts are not read from there", file=sys.stderr)
         sys.exit(2)
@@ -398,19 +425,23 @@ if __name__ == "__main__":
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", "--system", "write"], check=True)
     failed, rows = False, {}
     for limit in options.device_mem.split(","):
-        for system in systems:
-            if ("gpu", None) in rows and system == "gpu":  # has no budget
+        for system, policy in [(system, policy) for system in systems for policy in policies]:
+            if system == "gpu" and ("gpu", None, policies[0]) in rows:  # has no budget
+                continue
+            if system != "gemini" and policy != policies[0]:
                 continue
             argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", system, "--device-mem", limit]
+            argv += ["--policy", policy if system == "gemini" else "lru"]
             done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
             print(done.stdout, end="", flush=True)
             failed |= done.returncode != 0
             for line in done.stdout.splitlines():
                 if line.startswith("ROW "):
-                    rows[system, None if system == "gpu" else limit] = json.loads(line[4:])
-    for limit in options.device_mem.split(","):
+                    rows[system, None if system == "gpu" else limit, policy] = json.loads(line[4:])
+    for limit, policy in [(limit, policy) for limit in options.device_mem.split(",") for policy in policies]:
         for against in "accelerate", "gpu":
-            ours, theirs = rows.get(("gemini", limit)), rows.get((against, None if against == "gpu" else limit))
+            ours = rows.get(("gemini", limit, policy))
+            theirs = rows.get((against, None if against == "gpu" else limit, policies[0]))
             if ours and theirs:
                 print(
                     "ROW "

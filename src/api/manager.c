@@ -86,7 +86,9 @@ static gemini_status_t config_check(gemini_config_t *c, bool plans_only) {
     return gmi_fail(GEMINI_ERR_INVALID, 0, "watchdog_ns is %llu, but %s", (unsigned long long)c->watchdog_ns,
                     c->log_fn ? "log_level leaves out warnings, which are what the watchdog sends"
                               : "the watchdog has nothing to report to: log_fn is NULL, and GEMINI_LOG is not set");
-  if (c->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", c->reserved);
+  if (c->cache_policy > GEMINI_CACHE_LEAST_STALE)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "cache_policy is %u, must be 0 to %d", c->cache_policy,
+                    GEMINI_CACHE_LEAST_STALE);
   if (c->file_engine > GEMINI_FILE_ENGINE_THREADS)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "file_engine is %u, must be 0 to %d", c->file_engine,
                     GEMINI_FILE_ENGINE_THREADS);

@@ -22,6 +22,7 @@
 #include "base/check.h"
 #include "core/manager.h"
 #include "core/streams.h"
+#include "policy/cache.h"
 
 #define GMI_CHUNK_RESIDENT (1u << 31) /* the chunk has a frame, which holds its bytes once arrive_ is reached */
 #define GMI_CHUNK_SETTLED (1u << 30)  /* acquires may skip the lock: arrive_ is reached, no update is left to queue */
@@ -72,6 +73,7 @@ struct gmi_chunk {
                                * still move to another slot */
   bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
   bool loading_;              /* a load will write or has written it, and goes on: nothing else may use it */
+  gmi_cache_note_t note_;     /* of its uses by operators that are chosen at run time */
   struct gmi_spec *spec_;     /* the unit of speculate.c that reads it or is to write it; or NULL */
 };
 
@@ -98,6 +100,7 @@ static inline bool gmi_chunk_in_graphs(const gmi_chunk_t *c) { return c->graphs_
 static inline uint32_t gmi_chunk_deferred(const gmi_chunk_t *c) { return c->deferred_; }
 static inline uint32_t gmi_chunk_left(const gmi_chunk_t *c) { return c->left_; }
 static inline uint64_t gmi_chunk_next_use(const gmi_chunk_t *c) { return c->next_use_; }
+static inline const gmi_cache_note_t *gmi_chunk_note(const gmi_chunk_t *c) { return &c->note_; }
 static inline gmi_fence_t gmi_chunk_arrive(const gmi_chunk_t *c) { return c->arrive_; }
 static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c->copied_out_; }
 static inline bool gmi_chunk_is_loading(const gmi_chunk_t *c) { return c->loading_; }
@@ -183,6 +186,9 @@ void gmi_chunk_piece_left(gmi_chunk_t *c);
 /* spec: NULL, or SETTLED is clear and there are no writers. */
 void gmi_chunk_spec_set(gmi_manager_t *m, gmi_chunk_t *c, struct gmi_spec *spec);
 static inline void gmi_chunk_set_next_use(gmi_chunk_t *c, uint64_t position) { c->next_use_ = position; }
+static inline void gmi_chunk_note_hint(gmi_chunk_t *c, uint64_t pass) { c->note_.hinted = pass; }
+static inline void gmi_chunk_note_priority(gmi_chunk_t *c, uint32_t priority) { c->note_.priority = priority; }
+static inline void gmi_chunk_note_use(gmi_chunk_t *c, const gmi_cache_now_t *now) { gmi_cache_use(&c->note_, now); }
 
 /* ---- queued work on the device copy */
 /* Records a use by the work that stream has queued so far. Called before the user count is dropped. locked: the

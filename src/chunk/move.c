@@ -10,6 +10,7 @@
 #include "chunk/shard.h"
 #include "chunk/update.h"
 #include "core/manager.h"
+#include "gemini/chosen.h"
 
 /* ---- hint, move, pin */
 /* Of a sharded arena, all calls are for this rank's slices. They gather nothing, and leave what was gathered where it
@@ -115,7 +116,10 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
   if (tier == GEMINI_TIER_DEVICE && !gmi_chunk_host_writers(c)) {
     if (!gmi_chunk_has(c, GMI_VALID_HOST | GMI_VALID_ZERO) && !gmi_chunk_has_slot(c) && room < gmi_slot_bytes(m))
       return GEMINI_OK;
-    status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, 0);
+    /* Where operators are chosen at run time, the caller may predict them: others of the cache make room. */
+    const uint64_t pass = m->trace.advice->cache_pass(m);
+    if (pass) gmi_chunk_note_hint(c, pass);
+    status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, pass ? GMI_TAKE_CACHED : 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
   } else if (tier == GEMINI_TIER_HOST && (gmi_chunk_has_slot(c) || room >= gmi_slot_bytes(m)) &&
              !gmi_chunk_has_writers(c) && !gmi_chunk_has(c, GMI_VALID_ZERO)) {
@@ -130,6 +134,28 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
 }
 gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count) {
   API_LOCKED(batch(m, accesses, count, hint_chunk, false));
+}
+
+static gemini_status_t priority_set(gmi_manager_t *m, const gemini_access_t *theirs, uint64_t count,
+                                    uint32_t priority) {
+  if (priority > GMI_CACHE_PRIORITY_MOST)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "priority is %u, must be 0 to %d", priority, GMI_CACHE_PRIORITY_MOST);
+  gmi_accesses_t accesses;
+  gmi_range_t r;
+  gemini_status_t status = gmi_accesses_in(&accesses, theirs, count);
+  if (status) return status;
+  for (uint64_t k = 0; !status && k < count; k++) status = resolve(m, &accesses.list[k], &r);
+  if (!status) status = gmi_cut(m);
+  for (uint64_t k = 0; !status && k < count; k++) {
+    status = resolve(m, &accesses.list[k], &r);
+    for (uint64_t i = r.first; !status && i <= r.last; i++) gmi_chunk_note_priority(&r.store->chunks[i], priority);
+  }
+  gmi_accesses_free(&accesses);
+  return status;
+}
+gemini_status_t gemini_priority_set(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count,
+                                    uint32_t priority) {
+  API_LOCKED(priority_set(m, accesses, count, priority));
 }
 
 static gemini_status_t move_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier) {

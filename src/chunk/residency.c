@@ -214,18 +214,23 @@ void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
 
 /* Picks the chunk to evict: the one with the furthest next use (Belady's rule), which is known while a plan is
  * followed. Unknown next uses compare as furthest, and equal ones by last use, so without a plan this is least recently
- * used. clean: considers only chunks whose bytes are valid in another tier, too, and which need no space there. */
-static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean) {
+ * used; the chunks of chosen operators, which no plan knows, leave before the plan's, in the order of the cache's
+ * policy. clean: considers only chunks whose bytes are valid in another tier, too, and which need no space there.
+ * cached: only chunks whose next use is unknown. */
+static gmi_chunk_t *choose_victim(gmi_manager_t *m, bool clean, bool cached) {
   gmi_chunk_t *best = NULL;
-  uint64_t best_next = 0, best_last = 0;
+  uint64_t best_next = 0, best_rank = 0, best_last = 0;
   for (uint32_t i = 0; i < m->frames.capacity; i++) {
     gmi_chunk_t *c = m->frames.at[i].chunk;
     if (!c || gmi_chunk_is_pinned(c) || gmi_chunk_device_users(c) || gmi_chunk_is_gathered(m, c)) continue;
     if (clean && gmi_chunk_has_only(c, GMI_VALID_DEVICE)) continue;
-    uint64_t next = m->trace.advice->next_use(m, c), last = gmi_chunk_touched(c);
-    if (best && (next < best_next || (next == best_next && last >= best_last))) continue;
+    const uint64_t next = m->trace.advice->next_use(m, c), last = gmi_chunk_touched(c);
+    if ((cached && next != UINT64_MAX) || next < best_next) continue;
+    const uint64_t rank = next == UINT64_MAX ? m->trace.advice->cache_rank(m, c) : 0;
+    if (best && next == best_next && (rank < best_rank || (rank == best_rank && last >= best_last))) continue;
     best = c;
     best_next = next;
+    best_rank = rank;
     best_last = last;
   }
   return best;
@@ -277,11 +282,12 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
   } else if (gmi_heap_reclaim(m, &frame)) {
     m->frames.used--; /* the heap's frame is counted in used already, and is counted again below */
   } else {
-    if (!(flags & GMI_TAKE_EVICT)) return GEMINI_ERR_OOM_DEVICE; /* the caller handles it: no error is recorded */
     gemini_status_t status = GEMINI_OK;
-    bool clean = false;
+    const bool cached = !(flags & GMI_TAKE_EVICT);
+    bool clean = cached;
     do {
-      gmi_chunk_t *victim = choose_victim(m, clean);
+      gmi_chunk_t *victim = cached && !(flags & GMI_TAKE_CACHED) ? NULL : choose_victim(m, clean, cached);
+      if (!victim && cached) return GEMINI_ERR_OOM_DEVICE; /* the caller handles it: no error is recorded */
       if (!victim && clean) break;
       if (!victim) return gmi_oom_device(m, gmi_frame_bytes(m));
       status = gmi_chunk_evict(m, victim, reason);

@@ -11,7 +11,10 @@
 enum { GMI_MOVE_NAME_BYTES = 128 };
 /* Writes the name of a chunk's move for timelines and Nsight Systems: "ARENA INDEX (REASON)". */
 void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char name_out[GMI_MOVE_NAME_BYTES]);
-enum { GMI_TAKE_EVICT = 1 /* evict a chunk when no frame is free */ };
+enum {
+  GMI_TAKE_EVICT = 1, /* evict a chunk when no frame is free */
+  GMI_TAKE_CACHED = 2 /* evict one of which no next use is known and which needs no copy to leave, if there is one */
+};
 /* Takes a frame, to be used behind its `ready` fence. mapping: of the address the frame is for, or NULL; the frame
  * mapped there is preferred if it is free. reason: GEMINI_REASON_*, of evictions that this causes. Without
  * GMI_TAKE_EVICT, OOM_DEVICE comes without an error record. */

@@ -68,6 +68,11 @@ typedef struct gmi_advice {
   const char *(*op_name)(struct gmi_manager *m); /* NULL when no operator is open */
   /* Position of the chunk's next use: larger = later; UINT64_MAX = unknown. */
   uint64_t (*next_use)(struct gmi_manager *m, const struct gmi_chunk *c);
+  /* Of two chunks with unknown next uses, the one with the larger rank is to leave first; of equal ones, the one used
+   * longest ago. */
+  uint64_t (*cache_rank)(struct gmi_manager *m, const struct gmi_chunk *c);
+  /* The number of the running iteration if its plan leaves frames to chunks of chosen operators; otherwise 0. */
+  uint64_t (*cache_pass)(struct gmi_manager *m);
   /* Does the plan run this piece of the update on the device? Position of the first next use of the piece's chunks. */
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);

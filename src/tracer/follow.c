@@ -49,7 +49,7 @@ void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v) {
  * 2^46 bytes of the search's address space, more than the largest arena. */
 static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
   uint64_t nonmodel = 0, count = 0, old = atomic_load(&m->cut.chunk_bytes);
-  gmi_chunk_use_t *uses = calloc((size_t)trace->use_count + 1, sizeof *uses);
+  gmi_chunk_use_t *uses = calloc((size_t)trace->use_count + trace->chosen.count + 1, sizeof *uses);
   if (!uses) return old; /* the current size works, too */
   for (uint32_t i = 0; i < trace->op_count; i++) {
     const gmi_trace_op_t *op = &trace->ops[i];
@@ -57,6 +57,11 @@ static uint64_t search_chunk(gmi_manager_t *m, const gmi_trace_t *trace) {
     for (uint32_t s = op->use_first; s < op->use_first + op->use_count; s++)
       uses[count++] = (gmi_chunk_use_t){ ((uint64_t)trace->uses[s].arena << 46) + trace->uses[s].offset,
                                          trace->uses[s].size, i, 0 };
+  }
+  for (uint32_t s = 0; s < trace->chosen.count; s++) {
+    const gmi_trace_use_t *use = &trace->chosen.uses[s].use;
+    uses[count++] = (gmi_chunk_use_t){ ((uint64_t)use->arena << 46) + use->offset, use->size,
+                                       trace->op_count + trace->chosen.uses[s].op, 0 };
   }
   uint64_t rate = trace->link_bytes_per_s[0];
   if (trace->link_bytes_per_s[1] && trace->link_bytes_per_s[1] < rate) rate = trace->link_bytes_per_s[1];
@@ -131,7 +136,7 @@ gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_free(&v->bundle);
   gmi_tracer_trial_drop(v);
   v->plan = 0;
-  v->still = false;
+  v->still = v->chosen_grew = false;
   v->refused = status != GEMINI_OK;
   if (m->trace.tracer->entered == (uint32_t)(v - m->trace.tracer->variants)) m->trace.tracer->entered = GMI_NONE;
   if (status) return status;
@@ -163,36 +168,52 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m) {
   return gmi_fail_again(&failure);
 }
 
+/* Encodes an op of the plan as iteration << 32 | op, counted from the current iteration; op + op_count is an op of
+ * the next one. */
+static uint64_t position(const gmi_manager_t *m, const variant_t *v, uint32_t op) {
+  uint32_t ops = v->bundle.input.op_count;
+  return op < ops ? m->trace.tracer->iteration << 32 | op : (m->trace.tracer->iteration + 1) << 32 | (op - ops);
+}
+
 /* States from which new ones are being computed ahead. They would come for nothing, and only when that is done, before
  * which no other chunk could come. */
 static bool is_speculated(gmi_manager_t *m, const gmi_chunk_t *c) {
   return gmi_chunk_spec(c) && gmi_chunk_arena(m, c)->kind != GEMINI_KIND_PARAM;
 }
 
-/* Fetches a chunk ahead of its use. A chunk with a deferred update piece, held by a graph's replay, or claimed by a
- * load is left to be fetched on demand: what precedes it is not queued yet. */
-static gemini_status_t fetch_ahead(gmi_manager_t *m, gmi_chunk_t *c) {
+/* Fetches a chunk ahead of its use. Where ops are chosen, chunks that the plan does not know make room. A chunk with a
+ * deferred update piece, held by a graph's replay, or claimed by a load is left to be fetched on demand: what precedes
+ * it is not queued yet. */
+static gemini_status_t fetch_ahead(gmi_manager_t *m, const variant_t *v, gmi_chunk_t *c) {
   bool later = gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c) || is_speculated(m, c);
-  return later ? GEMINI_OK : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, 0);
+  return later ? GEMINI_OK
+               : gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, v->trace.chosen.count ? GMI_TAKE_CACHED : 0);
 }
 
 /* Establishes the resident set with which the plan's iteration begins: evicts chunks that the plan does not expect,
- * then fetches expected ones in the order of use until frames run out. */
+ * then fetches expected ones in the order of use until frames run out. Where ops are chosen, chunks that the plan does
+ * not know stay until their frames are needed. */
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t *b = &v->bundle;
+  const bool keeps = v->trace.chosen.count;
+  uint32_t accesses = b->input.ops[b->input.op_count].access_first;
+  /* Sets the next uses of the plan's chunks, each of which ends as the first one: all others are the cache. */
+  for (uint32_t op = b->input.op_count; keeps && op-- > 0;)
+    for (uint32_t k = b->input.ops[op].access_first; k < b->input.ops[op + 1].access_first; k++)
+      gmi_chunk_set_next_use(b->chunk_of[b->input.accesses[k].chunk], position(m, v, op));
   for (uint32_t i = 0; i < b->input.chunk_count; i++) {
     gmi_chunk_t *c = b->chunk_of[i];
+    if (keeps && gmi_tracer_next_use(m, c) == UINT64_MAX) continue;
     if (b->plan.resident_at_start[i] || !gmi_chunk_is_resident(c) || gmi_chunk_busy(c, GMI_TO_EVICT)) continue;
     if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN)) gmi_log(m, GEMINI_LOG_WARNING, "plan: %s", gmi_fail_message());
   }
-  uint32_t accesses = b->input.ops[b->input.op_count].access_first;
   for (uint32_t k = 0; k < accesses; k++) {
     uint32_t i = b->input.accesses[k].chunk;
     if (!b->plan.resident_at_start[i]) continue;
-    if (fetch_ahead(m, b->chunk_of[i])) return;
+    if (fetch_ahead(m, v, b->chunk_of[i])) return;
   }
   for (uint32_t i = 0; i < b->input.chunk_count; i++)
-    if (b->plan.resident_at_start[i] && fetch_ahead(m, b->chunk_of[i])) return;
+    if (b->plan.resident_at_start[i] && fetch_ahead(m, v, b->chunk_of[i])) return;
 }
 
 /* Returns the first of an op's moves in [low, high) that belong to piece (GMI_NO_PIECE: to the op itself). The moves
@@ -215,7 +236,7 @@ static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   for (uint32_t i = first_move(b->plan.fetches, b->plan.fetch_first[op], end, piece); i < end; i++) {
     const gmi_plan_move_t *move = &b->plan.fetches[i];
     if (move->piece != piece) break;
-    gemini_status_t status = fetch_ahead(m, b->chunk_of[move->chunk]);
+    gemini_status_t status = fetch_ahead(m, v, b->chunk_of[move->chunk]);
     /* no frame is free yet: the acquire fetches this chunk and the later ones */
     if (status == GEMINI_ERR_OOM_DEVICE) break;
     if (status) gmi_log(m, GEMINI_LOG_WARNING, "planned fetch: %s", gmi_fail_message());
@@ -240,7 +261,7 @@ void gmi_tracer_plan_more(gmi_manager_t *m) {
       gmi_chunk_t *c = v->bundle.chunk_of[move->chunk];
       if (move->piece == GMI_NO_PIECE && !is_too_late(t, move, k)) {
         if (gmi_chunk_work_pending(m, c) && gmi_link_is_full(m, gmi_link_in(m))) return;
-        gemini_status_t status = fetch_ahead(m, c);
+        gemini_status_t status = fetch_ahead(m, v, c);
         if (status == GEMINI_ERR_OOM_DEVICE) { /* no frame is free yet: the acquire fetches this chunk and later ones */
           t->now.due.next[k] = t->now.due.end[k];
           break;
@@ -286,13 +307,6 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   }
 }
 
-/* Encodes an op of the plan as iteration << 32 | op, counted from the current iteration; op + op_count is an op of
- * the next one. */
-static uint64_t position(const gmi_manager_t *m, const variant_t *v, uint32_t op) {
-  uint32_t ops = v->bundle.input.op_count;
-  return op < ops ? m->trace.tracer->iteration << 32 | op : (m->trace.tracer->iteration + 1) << 32 | (op - ops);
-}
-
 /* Returns the active variant if it has a plan for this piece, and turns *piece from an index within update number
  * index into an index of input.pieces; otherwise NULL. piece is out of range if this update was cut differently. */
 static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piece) {
@@ -323,7 +337,7 @@ static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {
     trace->ahead_count = v->bundle.input.piece_count;
     memset(ops, 0xff, trace->ahead_count * sizeof *ops);
   }
-  trace->ahead_ops[piece] = t->record.op_count - 1;
+  trace->ahead_ops[piece] = gmi_tracer_ops(t) - 1;
 }
 
 bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
@@ -335,7 +349,7 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
         element - update->first_element >= update->element_count)
       continue;
     uint32_t piece = (uint32_t)(element / unit - update->first_element / unit);
-    if (!t->record.op_count || !planned_piece(m, u, &piece)) return true;
+    if (!gmi_tracer_ops(t) || !planned_piece(m, u, &piece)) return true;
     note_ahead(t, v, piece);
     return v->bundle.ahead ? v->bundle.plan.piece_ahead[piece] : !v->bundle.plan.piece_on_device[piece];
   }

@@ -292,6 +292,37 @@ void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle) {
   }
 }
 
+/* The most frames that the chunks of one chosen op take. Its uses are sorted. */
+static uint32_t chosen_frames(builder_t *b) {
+  uint32_t most = 0, frames = 0;
+  const gmi_trace_chosen_t *before = NULL;
+  for (uint32_t i = 0; i < b->trace->chosen.count; i++) {
+    const gmi_trace_chosen_t *now = &b->trace->chosen.uses[i];
+    uint32_t first, last, begun = 0, left = 0; /* begun: the use before ends in the first chunk, left, of this one */
+    if (!chunk_range(b, now->use.arena, now->use.offset, now->use.size, &first, &last)) continue;
+    if (!before || before->op != now->op) frames = 0;
+    else if (before->use.arena == now->use.arena)
+      begun = chunk_range(b, before->use.arena, before->use.offset, before->use.size, &left, &left) && left == first;
+    frames += last - first + 1 - begun;
+    if (frames > most) most = frames;
+    before = now;
+  }
+  return most;
+}
+
+/* Makes the plan. Where ops are chosen, it leaves frames for two of them, so that the chunks of one can come while the
+ * one before is computed; with less memory for one, with less still for none: then they take frames of the plan. */
+static gemini_status_t make_plan(builder_t *b, gmi_plan_bundle_t *bundle, gmi_plan_failure_t *failure_out) {
+  const uint32_t all = bundle->input.frame_count, chosen = chosen_frames(b);
+  gemini_status_t status = GEMINI_ERR_OOM_DEVICE;
+  for (uint32_t ops = chosen ? 3 : 1; status == GEMINI_ERR_OOM_DEVICE && ops-- > 0;) {
+    if ((uint64_t)ops * chosen >= all) continue;
+    bundle->input.frame_count = all - ops * chosen;
+    status = gmi_plan_make(&bundle->input, &bundle->plan, failure_out);
+  }
+  return status;
+}
+
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
   builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
@@ -372,7 +403,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
     gmi_plan_failure_t failure = { 0 };
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, NULL, GMI_WAIT_PLAN, 0);
-    status = gmi_plan_make(&bundle.input, &bundle.plan, &failure);
+    status = make_plan(&b, &bundle, &failure);
     gmi_wait_end(m, &wait);
     uint64_t frame_bytes = bundle.input.frame_bytes;
     if (status == GEMINI_ERR_OOM_DEVICE)

@@ -31,7 +31,7 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
   const bool sharded = gmi_arena_is_sharded(gmi_arena_at(m, store)); /* what is gathered is not the plan's */
   pthread_mutex_lock(&t->touch_lock);
   if (sharded) {
-    if (t->op_open) gmi_gathers_touch(m, t->gathers, store, offset, size);
+    if (t->op_open && !t->now.chosen) gmi_gathers_touch(m, t->gathers, store, offset, size);
   } else if (t->op_open && !t->record_lost) {
     gmi_trace_use_t *use = gmi_trace_add_use(&t->record);
     if (use) *use = (gmi_trace_use_t){ store, mode, offset, size };
@@ -42,8 +42,8 @@ void gmi_tracer_touch(gmi_manager_t *m, uint32_t store, uint64_t offset, uint64_
 
 void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_tracer_t *t = m->trace.tracer;
-  if (!m->bracket.iteration_open || !t->record.op_count) return;
-  const uint32_t op = t->record.op_count - 1;
+  if (!m->bracket.iteration_open || !gmi_tracer_ops(t)) return;
+  const uint32_t op = gmi_tracer_ops(t) - 1;
   gmi_trace_collective_t *sum = gmi_trace_add_sum(&t->record);
   if (sum) *sum = (gmi_trace_collective_t){ op, op, GMI_NO_OP, gmi_chunk_arena(m, c)->index, c->index };
   else t->record_lost = true;
@@ -175,11 +175,27 @@ static void count_wait(gmi_manager_t *m, uint8_t group, uint8_t what, uint64_t n
   if (g) *(what == GMI_WAITS_GATHER ? &g->waits.gather_ns : &g->waits.sum_ns) += ns;
 }
 
+/* Counts the stalls of chosen ops, as far as they have ended. Their ops' times are not kept. */
+static void resolve_chosen(gmi_manager_t *m, bool block) {
+  gmi_tracer_t *t = m->trace.tracer;
+  for (; t->now.stalls_read < t->stall_count; t->now.stalls_read++) {
+    const stall_t *stall = &t->stalls[t->now.stalls_read];
+    uint64_t before, after;
+    if (!stall->chosen) continue;
+    if (!gmi_fence_reached(m, stall->after)) {
+      if (!block) return;
+      gmi_fence_sync(m, stall->after);
+    }
+    if (time_of(m, stall->before, &before) && time_of(m, stall->after, &after)) m->stats.stall_ns += after - before;
+  }
+}
+
 /* Reads the times of all ended ops whose end has been reached, in order. A time is unknown (UINT64_MAX) if a mark is
  * too old to be read. Foreseen stalls are subtracted from the op's time; unforeseen ones remain part of it, because
  * the planner's model lacks them. Both count in gemini_stats_t.stall_ns. */
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
   gmi_tracer_t *t = m->trace.tracer;
+  resolve_chosen(m, block);
   uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
   for (; t->resolved < ended; t->resolved++) {
     timing_t *k = &t->timings[t->resolved];
@@ -213,6 +229,7 @@ static void count_stall(gmi_manager_t *m, stall_t stall) {
   gmi_tracer_t *t = m->trace.tracer;
   timing_t *k = &t->timings[t->op_index];
   if (!k->stall_count++) k->stall_first = t->stall_count;
+  stall.chosen = t->now.chosen;
   t->stalls[t->stall_count++] = stall;
   const char *name = !stall.group                     ? "wait for chunk"
                      : stall.what == GMI_WAITS_GATHER ? "wait for gather"

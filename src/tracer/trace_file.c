@@ -46,10 +46,16 @@ gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *t) {
   t->sums = sums;
   return &sums[t->sum_count++];
 }
+gmi_trace_chosen_t *gmi_trace_add_chosen(gmi_trace_t *t) {
+  gmi_trace_chosen_t *uses = gmi_array_room(t->chosen.uses, t->chosen.count, &t->chosen.capacity, sizeof *uses);
+  if (!uses) return NULL;
+  t->chosen.uses = uses;
+  return &uses[t->chosen.count++];
+}
 void gmi_trace_clear(gmi_trace_t *t) {
   for (uint32_t i = 0; i < t->op_count; i++)
     if (t->ops[i].name) gmi_op_name_drop(t->names, t->ops[i].name);
-  t->op_count = t->use_count = t->update_count = t->gather_count = t->sum_count = 0;
+  t->op_count = t->use_count = t->update_count = t->gather_count = t->sum_count = t->chosen.count = 0;
 }
 void gmi_trace_free(gmi_trace_t *t) {
   gmi_trace_clear(t);
@@ -59,6 +65,7 @@ void gmi_trace_free(gmi_trace_t *t) {
   free(t->gathers);
   free(t->sums);
   free(t->ahead_ops);
+  free(t->chosen.uses);
   memset(t, 0, sizeof *t);
 }
 

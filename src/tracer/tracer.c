@@ -1,6 +1,6 @@
-/* The tracer's brackets: iterations, phases and ops. Records and compares iterations, chooses the variant to follow,
- * decides when to plan, and implements the public functions gemini_iteration_*(), gemini_phase_set(), gemini_op_*(),
- * gemini_trace_*() and gemini_plan_explain(). Lower modules call it through the tables at the end of this file.
+/* The tracer's brackets of iterations and phases. Records and compares iterations, chooses the variant to follow,
+ * decides when to plan, and implements the public functions gemini_iteration_*(), gemini_phase_set(), gemini_trace_*()
+ * and gemini_plan_explain(). Ops are in ops.c. Lower modules call it through the tables at the end of this file.
  * SPDX-License-Identifier: Apache-2.0
  *
  * An iteration: iteration_begin() predicts the variant and establishes its resident set. op_begin() records the op
@@ -177,7 +177,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
   t->now.committed = m->stats.committed_elements;
-  t->now.learned = 0;
+  t->now.learned = t->now.chosen_ops = t->now.stalls_read = 0;
   t->now.first_planned = false;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
@@ -196,165 +196,19 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   return GEMINI_OK;
 }
 
-/* The tracer is as if the op had not begun. */
-static void op_take_back(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->trace.tracer;
-  const comparison_t *before = &t->now.before_op;
-  atomic_store(&m->bracket.op_serial, 0);
-  pthread_mutex_lock(&t->touch_lock);
-  t->op_open = false;
-  gmi_trace_op_t *op = &t->record.ops[--t->record.op_count];
-  t->record.use_count = op->use_first;
-  pthread_mutex_unlock(&t->touch_lock);
-  gmi_op_name_drop(t->names, op->name);
-  memcpy(t->agrees, before->agrees, sizeof t->agrees);
-  t->departed = before->departed;
-  t->active = before->active;
-  m->stats.departures = before->departures;
-  gmi_nvtx_pop();
-}
-
-/* Opens an op. A stream under capture for a graph bypasses the tracer: its op only names what is captured in errors.
- * The op is compared with the active variant by name and phase now, so that the right plan's fetches are issued, and
- * in full by op_end(). */
-static gemini_status_t op_begin(gmi_manager_t *m, const char *name, gemini_stream_t stream) {
-  gmi_tracer_t *t = m->trace.tracer;
-  uint32_t s;
-  bool captures = false;
-  gemini_status_t status = GEMINI_OK;
-  if (atomic_load(&m->graphs.streams)) {
-    status = gmi_stream_resolve(m, stream, &s);
-    if (!status) status = gmi_graph_captures(m, s, &captures);
-    if (status || captures) return status ? status : gmi_graph_op_begin(m, s, name);
-  }
-  if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
-  if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open already", gmi_tracer_op_name(m));
-  if (!name) return gmi_fail(GEMINI_ERR_INVALID, 0, "name is NULL");
-  size_t length = strnlen(name, NAME_LIMIT + 1);
-  if (!length || length > NAME_LIMIT)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "an operator's name must have 1 to %d bytes", NAME_LIMIT);
-  status = gmi_stream_resolve(m, stream, &s);
-  if (!status) status = gmi_gathers_may_go_on(t->gathers);
-  if (!status) status = gmi_gathered_leave(m, false);
-  if (status) return status;
-  t->now.before_op = (comparison_t){ .departed = t->departed, .active = t->active, .departures = m->stats.departures };
-  memcpy(t->now.before_op.agrees, t->agrees, sizeof t->agrees);
-  variant_t *v = gmi_tracer_active_variant(t);
-  const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;
-  const char *kept =
-      expected && !strcmp(name, expected) ? gmi_op_name_again(expected) : gmi_op_name_take(t->names, name);
-  /* gmi_trace_add_op() may move the array that gmi_tracer_touch() writes to, hence touch_lock. */
-  pthread_mutex_lock(&t->touch_lock);
-  gmi_trace_op_t *op = NULL;
-  if (kept && gmi_tracer_timings_reserve(t, t->record.op_count + 1)) op = gmi_trace_add_op(&t->record);
-  pthread_mutex_unlock(&t->touch_lock);
-  if (!op) {
-    if (kept) gmi_op_name_drop(t->names, kept);
-    return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to record operator %s", name);
-  }
-  t->op_index = t->record.op_count - 1;
-  op->name = kept;
-  op->phase = atomic_load(&m->bracket.phase);
-  timing_t *k = &t->timings[t->op_index];
-  memset(k, 0, sizeof *k);
-  if (s == GMI_CALLER) k->begin_ns = m->device.ops->now(m->device.self);
-  else status = gmi_fence_now(m, s, &k->begin);
-  if (status) {
-    pthread_mutex_lock(&t->touch_lock);
-    t->record.op_count--;
-    pthread_mutex_unlock(&t->touch_lock);
-    gmi_op_name_drop(t->names, kept);
-    return status;
-  }
-  if (v && (t->op_index >= v->trace.op_count || v->trace.ops[t->op_index].name != kept ||
-            v->trace.ops[t->op_index].phase != op->phase)) {
-    t->agrees[t->active] = false;
-    gmi_tracer_choose_active(m, op);
-    v = gmi_tracer_active_variant(t);
-  }
-  t->op_stream = s;
-  m->nonmodel.peak_op = m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0;
-  m->nonmodel.pages_peak_op = m->groups.peak_op = 0;
-  gmi_nonmodel_peak(m);
-  t->peak.expected = v && v->bundle.made ? gmi_tracer_expected_peak(v, t->op_index) : UINT64_MAX;
-  t->peak.at_most = v && gmi_tracer_peaks_vary(v);
-  pthread_mutex_lock(&t->touch_lock);
-  t->op_open = true;
-  pthread_mutex_unlock(&t->touch_lock);
-  /* A new serial makes each tensor's `seen` word stale, so the fast path of acquire reports its first access in this
-   * op (gmi_tensor_t). Relaxed loads in chunk/acquire.h read it: it publishes no other data, since gmi_tracer_touch()
-   * takes touch_lock. */
-  atomic_store(&m->bracket.op_serial, ++m->bracket.op_serial_next);
-  gmi_reap(m);
-  gmi_nvtx_push(name);
-  if (v && v->bundle.made) gmi_tracer_plan_op(m, v);
-  status = gmi_gathers_op_begin(m, t->gathers, kept, op->phase);
-  if (status) op_take_back(m);
-  return status;
-}
-
-/* Closes the op: its uses become canonical, every variant that agreed so far is compared with it, and the plan's
- * evictions after it are issued. */
-static gemini_status_t op_end(gmi_manager_t *m) {
-  gmi_tracer_t *t = m->trace.tracer;
-  if (gmi_graph_op_end(m)) return GEMINI_OK;
-  if (!t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no operator is open");
-  timing_t *k = &t->timings[t->op_index];
-  pthread_mutex_lock(&t->touch_lock);
-  gmi_gathers_op_end(m, t->gathers, t->op_index);
-  pthread_mutex_unlock(&t->touch_lock);
-  gemini_status_t status = gmi_gathered_leave(m, false);
-  if (status) return status;
-  if (t->op_stream == GMI_CALLER) k->end_ns = m->device.ops->now(m->device.self);
-  else status = gmi_fence_now(m, t->op_stream, &k->end);
-  if (status) return status;
-  atomic_store(&m->bracket.op_serial, 0);
-  pthread_mutex_lock(&t->touch_lock);
-  t->op_open = false;
-  gmi_tracer_canonical(&t->record);
-  pthread_mutex_unlock(&t->touch_lock);
-  gmi_trace_op_t *op = &t->record.ops[t->op_index];
-  op->nonmodel_peak = op->nonmodel_least = m->nonmodel.peak_op;
-  op->heap_pages = m->nonmodel.pages_peak_op;
-  op->all_pages = m->groups.peak_op;
-  if (t->peak.expected != UINT64_MAX) {
-    const bool less = op->nonmodel_peak < t->peak.expected;
-    const uint64_t error = !less             ? op->nonmodel_peak - t->peak.expected
-                           : t->peak.at_most ? 0
-                                             : t->peak.expected - op->nonmodel_peak;
-    if (error > m->stats.op_peak_error_bytes) m->stats.op_peak_error_bytes = error;
-  }
-  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
-    const variant_t *other = &t->variants[i];
-    if (t->agrees[i]) t->agrees[i] = t->op_index < other->trace.op_count && gmi_tracer_same_op(t, other, t->op_index);
-  }
-  if (t->active != GMI_NONE && !t->agrees[t->active]) gmi_tracer_choose_active(m, NULL);
-  variant_t *v = gmi_tracer_active_variant(t);
-  if (v && v->bundle.made) gmi_tracer_plan_after_op(m, v, t->op_index);
-  const char *name = op->name;
-  if (k->end) gmi_timeline_slice(m, "op", name, k->begin, k->end);
-  else gmi_timeline_slice_ns(m, "op", name, k->begin_ns, k->end_ns);
-  gmi_nvtx_pop();
-  t->op_index++;
-  gmi_tracer_resolve(m, false);
-  gmi_timeline_poll(m);
-  gmi_tracer_plan_more(m);
-  return GEMINI_OK;
-}
-
 /* Records an update that is about to be accepted, and compares it like an op. agreed keeps the state before, for
  * gmi_tracer_update_refused(). */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out) {
   gmi_tracer_t *t = m->trace.tracer;
   *index_out = GMI_NONE;
-  if (!m->bracket.iteration_open || !t->record.op_count) return;
+  if (!m->bracket.iteration_open || !gmi_tracer_ops(t)) return;
   gmi_trace_update_t *record = gmi_trace_add_update(&t->record);
   if (!record) {
     t->record_lost = true;
     return;
   }
   *record = *update;
-  record->after_op = t->record.op_count;
+  record->after_op = gmi_tracer_ops(t);
   uint32_t index = t->record.update_count - 1;
   memcpy(t->agreed, t->agrees, sizeof t->agreed);
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
@@ -390,6 +244,7 @@ static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
   learn_times(t, v);
+  gmi_tracer_learn_chosen(t, v);
 }
 
 /* Learns whether steps take over what was computed ahead. A plan for it is made after an iteration that did, and
@@ -431,6 +286,8 @@ static bool only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
     if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) return false;
   for (uint32_t i = 0; i < trace->use_count; i++)
     if (trace->uses[i].mode != GEMINI_READ) return false;
+  for (uint32_t i = 0; i < trace->chosen.count; i++)
+    if (trace->chosen.uses[i].use.mode != GEMINI_READ) return false;
   return !trace->update_count;
 }
 
@@ -576,6 +433,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later it is only made again if steps begin or cease to take over what is computed ahead; otherwise the
    * prediction is updated, after 4, 8, 16, ... planned iterations. */
+  if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v)) {
     v->trace.headroom = 0;
@@ -610,95 +468,6 @@ gemini_status_t gemini_iteration_begin_with(gemini_manager_t mgr, uint64_t label
 }
 gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { API_LOCKED(iteration_end(m)); }
 gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { API_LOCKED(phase_set(m, phase)); }
-gemini_status_t gemini_op_begin(gemini_manager_t mgr, const char *name, gemini_stream_t stream) {
-  API_LOCKED(op_begin(m, name, stream));
-}
-
-/* ---- an op with its accesses
- *
- * Acquire and release take the lock themselves and may run callbacks, so the op is open while its batch is acquired. A
- * batch that fails takes the op back: the tracer then is as if the op had not begun. */
-static void op_cancel(gmi_manager_t *m) {
-  if (!gmi_graph_op_end(m) && m->trace.tracer->op_open) op_take_back(m);
-}
-
-/* Copies the batch to the list. A whole arena gets the size that it has now: it may grow before the release. An address
- * becomes its place in the arena: when gradients reuse that later, the address does not say any more what is meant. */
-static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *accesses, uint64_t count) {
-  gmi_tracer_t *t = m->trace.tracer;
-  if (count > t->uses.capacity) {
-    gemini_access_t *list = realloc(t->uses.list, count * sizeof *list);
-    if (!list)
-      return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the list of %llu accesses",
-                      (unsigned long long)count);
-    t->uses.list = list;
-    t->uses.capacity = count;
-  }
-  gemini_status_t status = GEMINI_OK;
-  for (uint64_t i = 0; !status && i < count; i++) {
-    gmi_range_t r;
-    t->uses.list[i] = accesses[i];
-    status = gmi_range_bytes(m, &accesses[i], &r);
-    if (status) break;
-    t->uses.list[i].size_bytes = r.size;
-    if (gmi_object_id(&accesses[i])) continue;
-    t->uses.list[i].object.arena = gmi_handle(m, GMI_HANDLE_ARENA, r.arena->generation, r.arena->index);
-    t->uses.list[i].offset_bytes = r.offset;
-  }
-  return status;
-}
-
-static gemini_status_t op_begin_with(gmi_manager_t *m, gemini_manager_t mgr, const char *name, gemini_stream_t stream,
-                                     gemini_access_t *theirs, const gemini_access_t *accesses, uint64_t count) {
-  gmi_tracer_t *t = m->trace.tracer;
-  gmi_lock(m, "gemini_op_begin_with");
-  bool open = t->op_open || m->graphs.op_of;
-  gemini_status_t status = op_begin(m, name, stream);
-  bool begun = !open && (t->op_open || m->graphs.op_of);
-  if (!status) status = uses_take(m, accesses, count);
-  gmi_unlock(m);
-  if (!status) status = gemini_acquire(mgr, t->uses.list, count, stream);
-  if (!begun) return status;
-  gmi_lock(m, "gemini_op_begin_with");
-  if (status) {
-    op_cancel(m);
-  } else {
-    t->uses.count = count;
-    t->uses.stream = stream;
-    gmi_accesses_out(t->uses.list, theirs, count);
-  }
-  gmi_unlock(m);
-  return status;
-}
-gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
-                                     gemini_access_t *accesses, uint64_t count) {
-  gmi_manager_t *m = gmi_manager_get(mgr);
-  if (!m) API_RETURN(GEMINI_ERR_HANDLE);
-  gmi_accesses_t batch;
-  gemini_status_t status = gmi_accesses_in(&batch, accesses, count);
-  if (status) API_RETURN(status);
-  status = op_begin_with(m, mgr, name, stream, accesses, batch.list, count);
-  gmi_accesses_free(&batch);
-  API_RETURN(status);
-}
-
-/* Ends the op and releases what gemini_op_begin_with() acquired, for which the lock is let go. A refusal of the release
- * (STATE) has changed nothing; after any other error everything is released, and the op has ended. */
-static gemini_status_t op_end_with(gmi_manager_t *m, gemini_manager_t mgr) {
-  gmi_tracer_t *t = m->trace.tracer;
-  gmi_failure_t released = { 0 };
-  if (t->uses.count) {
-    const uint64_t count = t->uses.count;
-    gmi_unlock(m);
-    gmi_fail_keep(gemini_release(mgr, t->uses.list, count, t->uses.stream), &released);
-    gmi_lock(m, "gemini_op_end");
-    if (released.status == GEMINI_ERR_STATE || released.status == GEMINI_ERR_HANDLE) return gmi_fail_again(&released);
-    t->uses.count = 0;
-  }
-  gemini_status_t status = op_end(m);
-  return released.status ? gmi_fail_again(&released) : status;
-}
-gemini_status_t gemini_op_end(gemini_manager_t mgr) { API_LOCKED(op_end_with(m, mgr)); }
 
 /* ---- trace files and the plan in words */
 static gemini_status_t trace_save(gmi_manager_t *m, const char *path) {
@@ -793,6 +562,8 @@ const gmi_observer_t gmi_tracer_observer = {
 const gmi_advice_t gmi_tracer_advice = {
   .op_name = gmi_tracer_op_name,
   .next_use = gmi_tracer_next_use,
+  .cache_rank = gmi_tracer_cache_rank,
+  .cache_pass = gmi_tracer_cache_pass,
   .piece_on_device = gmi_tracer_piece_on_device,
   .piece_use = gmi_tracer_piece_use,
   .unit_ahead = gmi_tracer_unit_ahead,

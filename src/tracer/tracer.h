@@ -8,10 +8,10 @@
  * active. If none agrees, the rest of the iteration is served on demand, and its record becomes a new variant with a
  * plan of its own.
  *
- * Files: tracer.c brackets (iterations, phases, ops) and learns times; record.c records uses and stalls and compares
- * ops; follow.c carries out plans and answers questions about them; plan_input.c translates a trace for the policy;
- * trace_file.c stores traces in memory and in files; timeline.c records events for gemini_timeline_start(); op_names.c
- * keeps the names of ops.
+ * Files: tracer.c brackets iterations and phases and learns times; ops.c brackets ops; record.c records uses and stalls
+ * and compares ops; follow.c carries out plans and answers questions about them; plan_input.c translates a trace for
+ * the policy; trace_file.c stores traces in memory and in files; timeline.c records events for gemini_timeline_start();
+ * op_names.c keeps the names of ops.
  *
  * Threads: the manager's lock is held in every call, unless the comment at a function says otherwise. Lower modules
  * reach the tracer through gmi_tracer_observer and gmi_tracer_advice only (core/observer.h). */
@@ -43,6 +43,16 @@ typedef struct gmi_trace_collective {
   uint32_t op, use_op, frame_op;
   uint32_t arena, chunk;
 } gmi_trace_collective_t;
+
+/* A use of a chosen op (ops.c): op, its number among those of the iteration. */
+typedef struct gmi_trace_chosen {
+  gmi_trace_use_t use;
+  uint32_t op, reserved;
+} gmi_trace_chosen_t;
+typedef struct gmi_trace_list {
+  gmi_trace_chosen_t *uses;
+  uint32_t count, capacity;
+} gmi_trace_list_t;
 
 /* An op of a trace. Its uses are use_count adjacent elements of gmi_trace_t.uses, sorted and unique once the op has
  * ended. */
@@ -87,6 +97,9 @@ typedef struct gmi_trace {
   uint32_t *ahead_ops;
   uint32_t ahead_count;
   bool ahead;
+  /* Uses of chosen ops in one iteration, in the order of ops: of a variant, in the one that had the largest such op.
+   * Not in files. */
+  gmi_trace_list_t chosen;
   bool zeroed[GMI_ARENAS]; /* of a trace read from a file: the arena reads as zero until an iteration writes to it */
 } gmi_trace_t;
 
@@ -102,7 +115,9 @@ gemini_status_t gmi_tracer_replan(gmi_manager_t *m); /* the budgets changed: mak
 /* Lock held, as in all functions of this header unless noted. */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m);  /* GMI_CALLER if no op is open or the op runs on the calling thread */
 const char *gmi_tracer_op_name(gmi_manager_t *m); /* NULL if no op is open */
-uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c); /* larger = later; UINT64_MAX = unknown */
+uint64_t gmi_tracer_next_use(gmi_manager_t *m, const gmi_chunk_t *c);   /* larger = later; UINT64_MAX = unknown */
+uint64_t gmi_tracer_cache_rank(gmi_manager_t *m, const gmi_chunk_t *c); /* as of gmi_advice_t, like the next one */
+uint64_t gmi_tracer_cache_pass(gmi_manager_t *m);
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 /* undoes the last gmi_tracer_update(): the update was refused */
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
@@ -143,6 +158,7 @@ gmi_op_names_t *gmi_tracer_names(gmi_manager_t *m);
 gmi_trace_op_t *gmi_trace_add_op(gmi_trace_t *trace);   /* appends; NULL: no memory */
 gmi_trace_use_t *gmi_trace_add_use(gmi_trace_t *trace); /* appends a use of the last op */
 gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
+gmi_trace_chosen_t *gmi_trace_add_chosen(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_gather(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *trace);
 

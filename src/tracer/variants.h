@@ -1,5 +1,5 @@
-/* The tracer's internal records, and the functions that its files call of each other. Included by tracer.c, record.c,
- * follow.c and trial.c only.
+/* The tracer's internal records, and the functions that its files call of each other. Included by tracer.c, ops.c,
+ * record.c, follow.c and trial.c only.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef GMI_VARIANTS_H
 #define GMI_VARIANTS_H
@@ -46,6 +46,7 @@ typedef struct {
   /* its plan moves nothing and has frames for all chunks beside each op: what ops allocate may vary, as that of a
    * caching allocator does for some iterations, until it has found which blocks it uses again */
   bool still;
+  bool chosen_grew;      /* a chosen op was larger than those for which its plan leaves frames */
   bool any_label;        /* it came from a file: the first iteration that follows it to its end gives it a label */
   uint64_t label;        /* of its iterations, gemini_iteration_begin_with() */
   uint64_t runs;         /* iterations of this kind so far */
@@ -86,14 +87,11 @@ typedef struct { /* the times of an op, read when its end has been reached (gmi_
 typedef struct {
   gmi_fence_t before, after;
   bool unforeseen; /* see gmi_tracer_pause(): the planner's model lacks this wait */
+  bool chosen;     /* of a chosen op, which has left the record when its marks are read */
   uint8_t group;   /* 1 + the index of the group whose gather or sum was waited for; 0: none */
   uint8_t what;    /* gmi_group_wait_t */
 } stall_t;
 
-/* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
- * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
- * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
- * op_index is the open op or, between ops, the number of ops recorded. */
 /* How an iteration compares with the variants. */
 typedef struct {
   bool agrees[GMI_VARIANTS], departed;
@@ -101,6 +99,11 @@ typedef struct {
   uint64_t departures;
 } comparison_t;
 
+/* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
+ * touch_lock, because gmi_tracer_touch() runs on any thread without the manager's lock. Invariants: active, entered
+ * and previous are GMI_NONE or the index of a used variant; during an iteration agrees[i] implies variants[i].used;
+ * op_index is the open op or, between ops, the number of ops recorded; now.chosen implies that the open op is chosen:
+ * it is the last op of the record, which it leaves when it ends. */
 typedef struct gmi_tracer {
   pthread_mutex_t touch_lock; /* guards the open op's uses; taken after the manager's lock */
   gmi_op_names_t *names;
@@ -126,6 +129,9 @@ typedef struct gmi_tracer {
   struct { /* of this iteration */
     uint64_t label;
     uint32_t learned;       /* ops whose times its variant has learned */
+    uint32_t chosen_ops;    /* chosen ops so far */
+    uint32_t stalls_read;   /* of stalls: those before it are read, as far as they are of chosen ops */
+    bool chosen;            /* the open op is a chosen one */
     bool first_planned;     /* it is the first one under its variant's plan */
     uint64_t committed;     /* stats.committed_elements at its begin */
     step_t step;            /* what is known of it so far */
@@ -163,8 +169,15 @@ typedef struct gmi_tracer {
   _Atomic bool record_lost;
 } gmi_tracer_t;
 
+/* Ops of the record that stay: without an open chosen op. */
+static inline uint32_t gmi_tracer_ops(const gmi_tracer_t *t) { return t->record.op_count - t->now.chosen; }
+
 /* tracer/tracer.c */
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t);
+
+/* tracer/ops.c */
+/* At the end of an iteration: has the variant know the chosen ops, if one was larger than all before. */
+void gmi_tracer_learn_chosen(gmi_tracer_t *t, variant_t *v);
 
 /* tracer/follow.c */
 void gmi_tracer_publish_plan(gmi_manager_t *m, const variant_t *v);

@@ -15,6 +15,7 @@
 #include "../check.h"
 #if CALLER_GROWN /* what has come since the headers were frozen */
 #include "gemini/address.h"
+#include "gemini/chosen.h"
 #include "gemini/plan.h"
 #endif
 #include "gemini/graph.h"
@@ -314,6 +315,10 @@ static void use_brackets(void) {
     a->ptr = NULL;
     OK(gemini_op_begin_with(mgr, "another op", stream, a, 1));
     CHECK(a->ptr);
+    OK(gemini_op_end(mgr));
+    OK(gemini_op_begin_chosen(mgr, "a third one", stream));
+    NEW_FIELD(a, "accesses[0]", gemini_priority_set(mgr, a, 1, 1));
+    OK(gemini_priority_set(mgr, a, 1, 1));
     OK(gemini_op_end(mgr));
 #endif
     OK(gemini_iteration_end(mgr));

@@ -15,7 +15,7 @@ fail() { echo "test_install.sh: $*" >&2; exit 1; }
 prefix=$work/elsewhere
 mv "$work/installed" "$prefix"
 headers=$(find "$prefix/include" -type f -printf '%P\n' | sort | xargs)
-want="gemini.h gemini.hpp gemini/address.h gemini/graph.h gemini/group.h gemini/hook.h gemini/plan.h gemini/topology.h gemini_update.h"
+want="gemini.h gemini.hpp gemini/address.h gemini/chosen.h gemini/graph.h gemini/group.h gemini/hook.h gemini/plan.h gemini/topology.h gemini_update.h"
 [[ $headers == "$want" ]] || fail "installed headers are '$headers', want '$want'"
 
 # What the headers refer to is there, and so is the licence.

@@ -55,7 +55,7 @@ OFFSET(gemini_config_t, file_dir, 104);
 OFFSET(gemini_config_t, log_fn, 112);
 OFFSET(gemini_config_t, log_user, 120);
 OFFSET(gemini_config_t, file_engine, 128);
-OFFSET(gemini_config_t, reserved, 132);
+OFFSET(gemini_config_t, cache_policy, 132);
 OFFSET(gemini_config_t, checkpoint_name, 136);
 OFFSET(gemini_config_t, watchdog_ns, 144);
 
@@ -291,6 +291,9 @@ VALUE(GEMINI_PLACEMENT_AUTO, 0);
 VALUE(GEMINI_PLACEMENT_CUDA, 1);
 VALUE(GEMINI_PLACEMENT_CPU, 2);
 VALUE(GEMINI_PLACEMENT_STATIC, 3);
+VALUE(GEMINI_CACHE_LRU, 0);
+VALUE(GEMINI_CACHE_FREQUENT, 1);
+VALUE(GEMINI_CACHE_LEAST_STALE, 2);
 VALUE(GEMINI_DEVICE_SIMULATED, 0);
 VALUE(GEMINI_DEVICE_CUDA, 1);
 VALUE(GEMINI_FILE_ENGINE_AUTO, 0);

@@ -13,6 +13,7 @@
 #include "../fork.h"
 #include "gemini.h"
 #include "gemini/address.h"
+#include "gemini/chosen.h"
 #include "gemini/graph.h"
 #include "gemini/group.h"
 #include "gemini/hook.h"
@@ -276,12 +277,14 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_phase_set, mgr, GEMINI_PHASE_FORWARD);
   REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, &a, 1);
+  REFUSED(HANDLE, says, gemini_op_begin_chosen, mgr, "op", GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_op_end, mgr);
   REFUSED(HANDLE, says, gemini_acquire, mgr, &a, 1, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_release, mgr, &a, 1, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_acquire, mgr, NULL, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_release, mgr, NULL, 0, GEMINI_STREAM_CALLER);
   REFUSED(HANDLE, says, gemini_hint, mgr, &a, 1);
+  REFUSED(HANDLE, says, gemini_priority_set, mgr, &a, 1, 1);
   REFUSED(HANDLE, says, gemini_move, mgr, &a, 1);
   REFUSED(HANDLE, says, gemini_pin, mgr, &a);
   REFUSED(HANDLE, says, gemini_unpin, mgr, &a);
@@ -487,6 +490,7 @@ static void test_stream_that_is_none_is_refused_everywhere(void) {
     REFUSED(HANDLE, says, gemini_stream_synchronize, mgr, none[i]);
     REFUSED(HANDLE, says, gemini_op_begin, mgr, "op", none[i]);
     REFUSED(HANDLE, says, gemini_op_begin_with, mgr, "op", none[i], &a, 1);
+    REFUSED(HANDLE, says, gemini_op_begin_chosen, mgr, "op", none[i]);
     REFUSED(HANDLE, says, gemini_acquire, mgr, &a, 1, none[i]);
     REFUSED(HANDLE, says, gemini_acquire, mgr, NULL, 0, none[i]);
     CHECK_OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -573,6 +577,8 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "location_out is NULL", gemini_locate, mgr,
           (void *)(uintptr_t)world_tensor_info(&bed.w, bed.o[0]).address, NULL);
   REFUSED(INVALID, "accesses is NULL|1", gemini_op_begin_with, mgr, "op", GEMINI_STREAM_CALLER, NULL, 1);
+  REFUSED(INVALID, "accesses is NULL|1", gemini_priority_set, mgr, NULL, 1, 0);
+  REFUSED(INVALID, "priority is 256|0 to 255", gemini_priority_set, mgr, NULL, 0, 256);
   REFUSED(INVALID, "text_out is NULL|16", gemini_stats_text, mgr, 16, NULL, &out.id);
   REFUSED(INVALID, "text_out is NULL|16", gemini_explain_address, mgr, &out, 16, NULL, &out.id);
   const uint32_t rows[] = { 0, 1 };
@@ -877,7 +883,7 @@ static void test_manager_config_out_of_range_is_refused(void) {
   REFUSED_CONFIG(INVALID, "device_bytes is 0", c.device_bytes = 0);
   REFUSED_CONFIG(OOM_HOST, text("host_bytes|%llu", 0ull + most), c.host_bytes = most); /* more than there is */
   REFUSED_CONFIG(INVALID, "file_engine is 3|2", c.file_engine = 3);
-  REFUSED_CONFIG(INVALID, "reserved is 1", c.reserved = 1);
+  REFUSED_CONFIG(INVALID, "cache_policy is 3|0 to 2", c.cache_policy = 3);
   REFUSED_CONFIG(INVALID, "checkpoint_name is \"kept\"|file tier", c.checkpoint_name = "kept");
   REFUSED_CONFIG(INVALID, "checkpoint_name is \"\"", c.checkpoint_name = "");
   REFUSED_CONFIG(INVALID, text("device_bytes is %llu|%llu", 1ull + most, 0ull + most), c.device_bytes = most + 1);
@@ -2035,6 +2041,7 @@ static void test_what_sums_of_gradients_cannot_do_is_refused(void) {
     CHECK_OK(gemini_iteration_end(mgr));
     /* Inside an operator, too, an acquire of what is ready is not taken for one that needs no checks. */
     CHECK_OK(gemini_iteration_begin(mgr));
+    REFUSED(UNSUPPORTED, "sharded arenas", gemini_op_begin_chosen, mgr, "an operator", bed.w.stream);
     CHECK_OK(gemini_op_begin(mgr, "an operator", bed.w.stream));
     part = world_part(g[0], 0, 0, WRITE, DEVICE);
     for (int i = 0; i < 2; i++) {
@@ -2420,6 +2427,7 @@ static void test_brackets_out_of_order_are_refused(void) {
   name[128] = 0;
   REFUSED(STATE, "no iteration", gemini_iteration_end, mgr);
   REFUSED(STATE, "no iteration", gemini_op_begin, mgr, "op", bed.w.stream);
+  REFUSED(STATE, "no iteration", gemini_op_begin_chosen, mgr, "op", bed.w.stream);
   gemini_access_t use = world_whole(bed.o[2], READ, DEVICE), wide = world_whole(bed.o[0], READ, DEVICE), none = use;
   wide.size_bytes = 1 << 30;
   none.object.tensor = bed.dead_tensor;
@@ -2435,6 +2443,7 @@ static void test_brackets_out_of_order_are_refused(void) {
     REFUSED(INVALID, "name is NULL", gemini_op_begin, mgr, NULL, bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, "", bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin, mgr, name, bed.w.stream);
+    REFUSED(INVALID, "name|1 to 127", gemini_op_begin_chosen, mgr, name, bed.w.stream);
     REFUSED(INVALID, "name|1 to 127", gemini_op_begin_with, mgr, name, bed.w.stream, &use, 1);
     REFUSED(INVALID, "size_bytes 1073741824", gemini_op_begin_with, mgr, "first", bed.w.stream, &wide, 1);
     REFUSED(HANDLE, "unregistered", gemini_op_begin_with, mgr, "first", bed.w.stream, &none, 1);
@@ -2443,6 +2452,7 @@ static void test_brackets_out_of_order_are_refused(void) {
     gemini_access_t a = world_whole(bed.o[2], READ, DEVICE);
     CHECK_OK(gemini_acquire(mgr, &a, 1, bed.w.stream));
     REFUSED(STATE, "first", gemini_op_begin, mgr, "second", bed.w.stream);
+    REFUSED(STATE, "first", gemini_op_begin_chosen, mgr, "second", bed.w.stream);
     REFUSED(STATE, "first", gemini_op_begin_with, mgr, "second", bed.w.stream, &use, 1);
     REFUSED(STATE, "first", gemini_iteration_end, mgr);
     REFUSED(STATE, "open", gemini_iteration_begin, mgr);

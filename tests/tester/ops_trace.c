@@ -18,6 +18,8 @@ void run_iteration_begin(actor_t *a, const op_t *op) {
   atomic_store(&m->record_lost, false);
 }
 
+enum { OPERATORS = 8, CHOSEN_FROM = 6 }; /* names; operators with the higher numbers are chosen at run time */
+
 /* Plans iterations as a training loop has them: operators that acquire and release, then updates, repeated. */
 static bool plan_iterations(actor_t *a, uint8_t manager) {
   manager_t *m = &a->w->managers[manager % MANAGERS];
@@ -29,7 +31,7 @@ static bool plan_iterations(actor_t *a, uint8_t manager) {
     op_t *begin, *acquire, *release;
     if (chance(a, 30)) op_add(plan(a, OP_phase, manager), rnd(a, 4));
     begin = plan(a, OP_op_begin, manager);
-    op_add(begin, k);
+    op_add(begin, chance(a, 20) ? CHOSEN_FROM + rnd(a, OPERATORS - CHOSEN_FROM) : k);
     op_add(begin, (uint32_t)(chance(a, 40) ? -1 : PICK(a, p->streams, STREAMS)) + 1);
     acquire = plan(a, OP_acquire, manager);
     op_add(acquire, begin->arg[1]);
@@ -117,15 +119,18 @@ void run_op_begin(actor_t *a, const op_t *op) {
   if (!m->open || stream >= STREAMS) return;
   gemini_stream_t handle = stream_handle(a, m, stream);
   snprintf(name, sizeof name, "operator %u", op->arg[0]);
-  if (CALL(a, m->iteration && !m->op ? OK : STATE, gemini_op_begin, m->handle, name, handle)) return;
+  const bool chosen = op->arg[0] >= CHOSEN_FROM;
+  const statuses_t wanted = m->iteration && !m->op ? OK : STATE;
+  if (chosen && CALL(a, wanted, gemini_op_begin_chosen, m->handle, name, handle)) return;
+  if (!chosen && CALL(a, wanted, gemini_op_begin, m->handle, name, handle)) return;
   m->op = true;
   m->op_stream = handle ? stream : -1;
-  m->ops++;
+  m->ops += !chosen;
 }
 bool make_op_begin(actor_t *a, op_t *op) {
   manager_t *m = manager_of(a, op);
   if (!m->open || (!m->iteration && chance(a, 95))) return false;
-  op_add(op, rnd(a, 6));
+  op_add(op, rnd(a, OPERATORS));
   op_add(op, (uint32_t)(chance(a, 50) ? -1 : PICK(a, part_of(a, m)->streams, STREAMS)) + 1);
   return true;
 }

@@ -10,6 +10,7 @@
 
 #include "faults.h"
 #include "gemini.h"
+#include "gemini/chosen.h"
 #include "gemini/plan.h"
 #include "model.h"
 #include "program.h"

@@ -50,6 +50,7 @@ TIER_DEVICE, TIER_HOST, TIER_FILE = 0, 1, 2
 TIERS = ("device", "host", "file")
 FILE_ENGINES = {"auto": 0, "uring": 1, "threads": 2}
 PLACEMENTS = {"auto": 0, "cuda": 1, "cpu": 2, "static": 3}
+CACHE_POLICIES = {"lru": 0, "frequent": 1, "least-stale": 2}
 DEVICE_SIMULATED, DEVICE_CUDA = 0, 1
 CONFIG_STRICT, CONFIG_EXPLAIN_FAULTS = 1, 2
 KIND_PARAM, KIND_GRAD, KIND_MASTER, KIND_MOMENTUM, KIND_VARIANCE, KIND_OTHER = range(6)
@@ -116,7 +117,7 @@ class Config(_Sized):
             ("log_fn", LogFn),
             ("log_user", c_void_p),
             ("file_engine", c_uint32),
-            ("reserved", c_uint32),
+            ("cache_policy", c_uint32),
             ("checkpoint_name", c_char_p),
             ("watchdog_ns", c_uint64),
         ]
@@ -493,11 +494,13 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "phase_set": [_M, _U32],
     "op_begin": [_M, c_char_p, _H],
     "op_begin_with": [_M, c_char_p, _H, c_void_p, _U64],
+    "op_begin_chosen": [_M, c_char_p, _H],
     "op_end": [_M],
     "acquire": [_M, c_void_p, _U64, _H],
     "release": [_M, c_void_p, _U64, _H],
     "row_accesses": [c_void_p, _U64, _U32, _U64, c_void_p, _U64, c_void_p, POINTER(_U64)],
     "hint": [_M, c_void_p, _U64],
+    "priority_set": [_M, c_void_p, _U64, _U32],
     "move": [_M, c_void_p, _U64],
     "pin": [_M, c_void_p],
     "unpin": [_M, c_void_p],

@@ -233,6 +233,7 @@ class Manager:
         checkpoint_name: str | None = None,
         watchdog: float = 0.0,
         file_engine: str = "auto",
+        cache_policy: str = "lru",
     ) -> None:
         """Opens a manager. Sizes are bytes, or texts such as "24GiB".
 
@@ -257,6 +258,9 @@ class Manager:
             checkpoint_name: Keep the files under this name, for checkpoint() and resume(). Needs chunk_size.
             watchdog: Seconds. A call that waits longer is reported in the log "libgemini". 0: never.
             file_engine: "auto", "uring" or "threads".
+            cache_policy: Which chunk of operators chosen at run time leaves the device first. "lru": the one used
+                longest ago. "frequent": the one used in the fewest iterations. "least-stale": the one whose place in
+                the iteration has just passed.
 
         Raises:
             GeminiError: The library refuses a value, or cannot reserve memory or files.
@@ -266,6 +270,8 @@ class Manager:
             raise ValueError(f"placement is {placement!r}: want one of {', '.join(abi.PLACEMENTS)}")
         if file_engine not in abi.FILE_ENGINES:
             raise ValueError(f"file_engine is {file_engine!r}: want one of {', '.join(abi.FILE_ENGINES)}")
+        if cache_policy not in abi.CACHE_POLICIES:
+            raise ValueError(f"cache_policy is {cache_policy!r}: want one of {', '.join(abi.CACHE_POLICIES)}")
         if not 0 <= watchdog < 2**33:
             raise ValueError(f"watchdog is {watchdog!r}: want seconds, or 0 for none")
         self.lib = abi.library()
@@ -287,6 +293,7 @@ class Manager:
             log_level=_log_level(),
             log_fn=_log,
             file_engine=abi.FILE_ENGINES[file_engine],
+            cache_policy=abi.CACHE_POLICIES[cache_policy],
             checkpoint_name=checkpoint_name.encode() if checkpoint_name else None,
             watchdog_ns=round(watchdog * 1e9),
         )
@@ -734,34 +741,38 @@ class Manager:
         """
         self.lib.phase_set(self.handle, _code(PHASES, phase, "phase"))
 
-    def op_begin(self, name: str, stream: int = abi.STREAM_CALLER) -> None:
+    def op_begin(self, name: str, stream: int = abi.STREAM_CALLER, chosen: bool = False) -> None:
         """Opens an operator.
 
         Args:
             name: 1 to 127 bytes; the same operator has the same name in each iteration.
             stream: Where its work is queued.
+            chosen: Whether it is chosen at run time, as an expert is by a router: other iterations of its kind may
+                leave it out, and no plan knows it. See gemini/chosen.h.
 
         Raises:
             GeminiError: Status "STATE": no iteration is open, or an operator is.
         """
-        self.lib.op_begin(self.handle, name.encode(), stream)
+        begin = self.lib.op_begin_chosen if chosen else self.lib.op_begin
+        begin(self.handle, name.encode(), stream)
 
     def op_end(self) -> None:
         """Closes the operator. What was acquired in it may be released later."""
         self.lib.op_end(self.handle)
 
     @contextlib.contextmanager
-    def operator(self, name: str, stream: int = abi.STREAM_CALLER) -> typing.Iterator[None]:
+    def operator(self, name: str, stream: int = abi.STREAM_CALLER, chosen: bool = False) -> typing.Iterator[None]:
         """A context manager: an operator, which ends also after an exception.
 
         Args:
             name: As of op_begin().
             stream: As of op_begin().
+            chosen: As of op_begin().
 
         Raises:
             GeminiError: As op_begin().
         """
-        self.op_begin(name, stream)
+        self.op_begin(name, stream, chosen)
         with _ends(self.op_end):
             yield
 
@@ -881,7 +892,8 @@ class Manager:
             yield [one.buffer() for one in ranges] if here else []
 
     def hint(self, *ranges: Range, tier: str) -> None:
-        """Brings ranges to a tier soon, if it has free memory. Nothing leaves for them.
+        """Brings ranges to a tier soon, if it has free memory. Nothing leaves for them, except chunks of operators
+        chosen at run time in an iteration that has such operators.
 
         Args:
             *ranges: What range() returned.
@@ -892,6 +904,18 @@ class Manager:
             ValueError: There is no such tier.
         """
         self.lib.hint(self.handle, self._accesses(ranges, tier), len(ranges))
+
+    def priority_set(self, *ranges: Range, priority: int) -> None:
+        """Says how important it is that chunks of operators chosen at run time stay on the device.
+
+        Args:
+            *ranges: What range() returned; their chunks get the priority as a whole.
+            priority: 0, which all have at first, to 255. Those with a lower one leave first.
+
+        Raises:
+            GeminiError: There is no such object, or priority is out of range.
+        """
+        self.lib.priority_set(self.handle, self._accesses(ranges, "device"), len(ranges), priority)
 
     def move(self, *ranges: Range, tier: str) -> None:
         """Moves the chunks of ranges to a tier now; others leave for them.

@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 CORE = [
     "gemini.h",
     "gemini/address.h",
+    "gemini/chosen.h",
     "gemini/graph.h",
     "gemini/group.h",
     "gemini/hook.h",

@@ -195,7 +195,7 @@ def test_rows_of_the_table_are_read_on_the_host(session, more):
     session(table_of(other).nbytes + 8 * CHUNK)
     model = gm.infer(llama(**more))
     started = gm.session().brackets.op_begin
-    gm.session().brackets.op_begin = lambda name: (names.append(name), started(name))
+    gm.session().brackets.op_begin = lambda name, *more: (names.append(name), started(name, *more))
     got = texts(model)
     model.load_state_dict(other.state_dict())
     # Products of many rows depend on the alignment of memory, in their last bits.
@@ -337,20 +337,121 @@ def test_nothing_is_read_that_is_not_there(session):
     assert torch.equal(generate(model, prompt(1, 8)), want)
 
 
-def test_experts_come_as_the_router_chooses(session):
-    """Each pass chooses other experts, so no plan serves it for long; the tokens are torch's."""
+def mixture(**more):
+    """A Mixtral of random weights whose experts are read one by one: of 1.6 MB, an expert of each block has 96 KB."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**sizes, **more})).eval()
+    model.set_experts_implementation("eager")
+    return model
 
-    def made():
-        model = tiny("mixtral").eval()
-        model.config.use_cache = True
-        model.set_experts_implementation("eager")
-        return model
 
-    want = generate(made(), prompt(1, 8).remainder(160))
-    session(share_of(made(), 0.4))
-    model = gm.infer(made())
-    assert torch.equal(generate(model, prompt(1, 8).remainder(160)), want)
+@pytest.mark.parametrize(
+    ("share", "policy"), [(1.3, "lru"), (0.5, "lru"), (0.5, "frequent"), (0.5, "least-stale"), (0.3, "lru")]
+)
+def test_experts_come_as_the_router_chooses(session, share, policy):
+    """Each token chooses other experts, which are in no plan: one plan serves all tokens, and they are torch's."""
+    ids, more = prompt(1, 8), {"do_sample": True, "max_new_tokens": 24}
+    want = generate(mixture(), ids, **more)
+    model = mixture()
+    session(share_of(model, share), units="never", cache_policy=policy)
+    model = gm.infer(model)
+    for _ in range(2):
+        gm.stats_reset()
+        with departures(model) as seen:
+            assert torch.equal(generate(model, ids, **more), want)
+        assert seen[-1] == 0
+    assert (moved("host to device") > 0) == (share < 1)
+    stats = gm.stats()
+    assert stats["plans"] <= 4 and stats["planned_iterations"] >= stats["iterations"] - 2
     assert moved("device to host") == 0
+
+
+def test_experts_that_are_predicted_come_ahead(session):
+    """A prediction that is right leaves nothing to be fetched on demand, is no departure, and changes no token."""
+    ids, more = prompt(1, 8), {"do_sample": True, "max_new_tokens": 12}
+    chosen: list[list[int]] = []  # by block and pass, in order
+    model = mixture()
+    for block in model.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].unique().tolist()))
+    want = generate(model, ids, **more)
+    model = mixture()
+    session(share_of(model, 0.5), units="never")
+    model = gm.infer(model)
+    assert torch.equal(generate(model, ids, **more), want)
+
+    def predict(block, args):
+        numbers = chosen[predicted[0]]
+        predicted[0] += 1
+        gm.hint(*(weight[number] for number in numbers for weight in (block.gate_up_proj, block.down_proj)))
+
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda layer, args: predict(layer.mlp.experts, args))
+    predicted = [0]
+    with departures(model) as seen:
+        moves = []
+        model.register_forward_hook(lambda *_: moves.append(dict(gm.stats()["moved_bytes"]["host to device"])))
+        assert torch.equal(generate(model, ids, **more), want)
+    assert predicted[0] == len(chosen) and seen[-1] == seen[0]
+    after = {reason: moves[-1][reason] - moves[0][reason] for reason in moves[0]}  # from the second token on
+    assert after["caller"] and not after["demand"] and not after["plan"]
+    with pytest.raises(gm.GeminiError, match="tensor 0 of 1 is not in the session"):
+        gm.hint(torch.zeros(3))
+
+
+def test_experts_of_a_list(session):
+    """Experts that are modules of their own, with shared ones beside them that all passes use."""
+
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.gate = torch.nn.Linear(128, 8, bias=False)
+            self.shared_experts = torch.nn.Linear(128, 128)
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(8))
+
+        def forward(self, x):
+            out = self.shared_experts(x)
+            for number in self.gate(x).softmax(-1).topk(2)[1].unique().tolist():
+                out = out + self.experts[number](x)
+            return out
+
+    inputs = [torch.randn(1, 128, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    with torch.no_grad():
+        want = [Mixture()(x) for x in inputs]
+    session(6 * CHUNK)
+    model = gm.infer(Mixture())
+    same_bits([model(x) for x in inputs], want)
+    stats = gm.stats()
+    assert stats["departures"] == 0 and stats["planned_iterations"] >= 18 and stats["plans"] <= 3
+
+
+def test_a_stack_of_experts_that_is_read_whole_is_planned(session):
+    """Experts that are read together, as transformers' batched implementations do, come ahead of their use."""
+    ids = prompt(1, 8)
+    model = mixture()
+    model.set_experts_implementation("batched_mm")
+    want = generate(model, ids)
+    session(share_of(model, 0.8), units="never")
+    model = gm.infer(mixture())
+    model.set_experts_implementation("batched_mm")
+    for _ in range(2):
+        gm.stats_reset()
+        assert torch.equal(generate(model, ids), want)
+    moves = gm.stats()["moved_bytes"]["host to device"]
+    assert gm.stats()["departures"] == 0 and moves["plan"] and not moves["demand"]
 
 
 def test_weights_can_be_loaded_anew(session, tmp_path):

@@ -35,6 +35,7 @@ from . import (
     allocator as _allocator,
     checkpoint as _checkpoint,
     ddp as _ddp,
+    experts as _experts,
     model as _model,
     narrow as _narrow,
     patches as _patches,
@@ -54,6 +55,7 @@ __all__ = [
     "close",
     "dump",
     "explain",
+    "hint",
     "infer",
     "init",
     "join",
@@ -149,6 +151,7 @@ def init(
     shard_size: int | None = None,
     units: str = "auto",
     speculate: bool = True,
+    cache_policy: str = "lru",
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -210,6 +213,9 @@ def init(
             always as "never".
         speculate: Compute updates of AdamW and Adam while the backward pass runs, as if nothing were clipped, in host
             memory that is not used otherwise. Results have the same bits with and without.
+        cache_policy: Which expert of a mixture, in a model of infer(), leaves the device first: "lru", the one used
+            longest ago; "frequent", the one used for the fewest tokens; "least-stale", the one whose block has just
+            been passed. Results are the same.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -270,6 +276,7 @@ def init(
         shard_size=shard_size,
         units=units,
         speculate=speculate,
+        cache_policy=cache_policy,
     )
     try:
         owner.allocator = _allocator.start(allocator, owner)
@@ -666,6 +673,22 @@ def stats_reset() -> None:
         GeminiError: There is no session.
     """
     _report.stats_reset(session())
+
+
+def hint(*tensors: _torch.Tensor) -> None:
+    """Says which experts of a mixture the running pass is expected to use, so that they come ahead of their use.
+
+    It is for programs that predict a router's choice, as from the input of the block before. Where the device is full,
+    experts that were not named in this pass make room. A wrong prediction costs a copy and changes no result. Outside
+    of passes that follow a plan only free memory is taken.
+
+    Args:
+        tensors: Weights of experts in the session: parameters, or parts of them such as `experts.gate_up_proj[3]`.
+
+    Raises:
+        GeminiError: There is no session, or one of the tensors is not in it.
+    """
+    _experts.hint(session(), tensors)
 
 
 def explain() -> str:

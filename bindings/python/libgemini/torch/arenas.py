@@ -65,6 +65,7 @@ class Place:
         base: Where the range begins in object, in bytes.
         stride: The strides in elements. They are dense: there are no gaps.
         has_rows: Whether it is a table of which an embedding may read rows on the host; see rows.py.
+        chosen_below: A function that reads fewer bytes of it was chosen at run time; see experts.py.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Place:
         "follows",
         "storages",
         "has_rows",
+        "chosen_below",
     )
     numbers = itertools.count()
 
@@ -110,6 +112,7 @@ class Place:
         # Storages that may still have tensors when the place is deleted.
         self.storages: list[StorageWeakRef] = []
         self.has_rows = False
+        self.chosen_below = 0
         self.arena = arena
         self.offset = offset
         # Whether functions of the user have written it since it last matched its fp32 copy: False, True or UNSURE.

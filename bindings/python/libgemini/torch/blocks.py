@@ -136,6 +136,11 @@ class Blocks:
         self.found: dict[str, Block] = {}
         if session.units != "never" and not session.ranks:  # ranks: all have to acquire the same
             self.search(module, "")
+        # Whether one has experts of which a pass reads some: it would fetch all of them.
+        self.with_experts = any(
+            not block.forward_use.chosen and any(place.chosen_below for place in block.places)
+            for block in self.found.values()
+        )
         self.largest = max(
             (sum(place.size_bytes for place in block.places) for block in self.found.values()), default=0
         )
@@ -215,7 +220,8 @@ class Blocks:
         lib.stats(handle, stats)
         lib.tier_stats(handle, abi.TIER_DEVICE, tier)
         room = tier.budget_bytes - self.session.manager.config.device_margin_bytes
-        return bool(self.largest * SHARE_BESIDE <= room or stats.model_bytes + stats.nonmodel_peak_bytes <= room)
+        small = self.largest * SHARE_BESIDE <= room and not self.with_experts
+        return bool(small or stats.model_bytes + stats.nonmodel_peak_bytes <= room)
 
     def stop(self) -> None:
         """Ends it for good: a loop that has it in some steps only would leave its plan again and again."""

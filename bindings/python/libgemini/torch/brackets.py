@@ -110,13 +110,19 @@ class Brackets:
             "BUSY",
         )
 
-    def op_begin(self, name: bytes) -> None:
-        """Ends the open operator. Begins another one if an iteration is open."""
+    def op_begin(self, name: bytes, chosen: bool = False) -> None:
+        """Ends the open operator. Begins another one if an iteration is open.
+
+        Args:
+            name: Its name.
+            chosen: Whether it is chosen at run time, so that other passes may have others; see experts.py.
+        """
         self.op_end()
         if self.iteration:
             self.op_open = True
             self.op_number += 1
-            self.session.lib.op_begin(self.session.handle, name, self.session.holds.stream())
+            begin = self.session.lib.op_begin_chosen if chosen else self.session.lib.op_begin
+            begin(self.session.handle, name, self.session.holds.stream())
 
     def op_end(self) -> None:
         """Ends the operator if one is open."""

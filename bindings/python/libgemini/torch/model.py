@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals, narrow, patches, rows
+from . import experts, internals, narrow, patches, rows
 from .arenas import DTYPES, Place, in_backward
 from .blocks import Blocks
 from .division import Division, ManagedLocalParameter, local_view, localize
@@ -947,6 +947,8 @@ class Model:
         self.adopt_buffers()
         self.move_buffers(session.device)
         session.holds.uses.clear()  # cached uses have the old names
+        if self.weights_only and not session.ranks:
+            experts.mark(module)
         if session.ranks:
             session.ranks.meet()  # some take longer to move the model in
             session.ranks.check_model(self.records)

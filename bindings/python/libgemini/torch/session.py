@@ -106,6 +106,7 @@ class Session:
         units: str,
         speculate: bool = True,
         shard_size: int = 0,
+        cache_policy: str = "lru",
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
@@ -128,6 +129,7 @@ class Session:
             cuda=self.cuda,
             device_ordinal=device.index or 0,
             placement=placement,
+            cache_policy=cache_policy,
             device_memory=memory,
             host_memory=host_memory,
             file=file,

@@ -51,7 +51,7 @@ class Use:
     It is made once for each function and ranges.
     """
 
-    __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit")
+    __slots__ = ("accesses", "pointer", "count", "forward_name", "backward_name", "unit", "chosen")
 
     def __init__(self, ranges, name, unit=None):
         """
@@ -61,6 +61,8 @@ class Use:
             unit: The unit whose parameters they are, or None; see unit.py.
         """
         self.unit = unit
+        # Whether it is chosen at run time; see experts.py.
+        self.chosen = all(mode == abi.READ and size < place.chosen_below for place, _, size, mode in ranges)
         first = ranges[0][0].name
         self.count = len(ranges)
         self.accesses = (abi.Access * self.count)(
@@ -201,7 +203,7 @@ def run_with(session, use, func, args, kwargs, read=()):
 
     read: tensors that it is not expected to write.
     """
-    session.brackets.op_begin(use.forward_name)
+    session.brackets.op_begin(use.forward_name, use.chosen)
     stream = session.holds.stream()
     versions = [tensor._version for tensor in read]
     session.holds.acquire_use(use, stream)
