@@ -7,6 +7,7 @@
 #   start    7B from a folder of safetensors: time to the first token beside the time to read the folder
 #   files    13B from a folder, with 8 GiB of the GPU and 8 GiB of the host: what the disk brings for each token
 #   experts  a mixture of the shapes of Mixtral, with a third of its experts on the GPU
+#   cache    7B with 4 texts of 8192 tokens, whose keys and values are 16 GiB: gm.Cache beside transformers' caches
 #   huge     70B from a folder, with 24 GiB of the GPU and 100 GiB of the host; needs 140 GB of disk
 # --try: tiny models on the simulated device, to try the script without a GPU; their figures mean nothing.
 # GEMINI_INFERENCE_OUT: folder for logs and for the weights' folders, which stay there; build/inference when not set.
@@ -19,7 +20,7 @@ groups=() try=0
 while (($#)); do
   case $1 in
     --try) try=1 ;;
-    memory | start | files | experts | huge) groups+=("$1") ;;
+    memory | start | files | experts | cache | huge) groups+=("$1") ;;
     *) echo "inference_gpu.sh: $1: want --try, or a group (see the first lines of this file)" >&2; exit 2 ;;
   esac
   shift
@@ -56,6 +57,11 @@ for group in "${groups[@]}"; do
       row experts-8b --size mixtral-8b --sample --tokens 100 --device-mem 5GiB --system gemini,gpu \
         or --size mixtral-tiny --device-mem 80MiB
       ((try)) || row experts --size mixtral --sample --tokens 100 --device-mem 32GiB --system gemini ;;
+    cache)
+      row cache-24 --size 7b --batch 4 --prompt 8192 --tokens 12 --device-mem 24GiB --system gemini,gpu \
+        --cache dynamic,offloaded,gemini or "${tiny[@]}" --prompt 200 --device-mem 512KiB --cache dynamic,gemini
+      row cache-12 --size 7b --batch 4 --prompt 8192 --tokens 12 --device-mem 12GiB --system gemini \
+        --cache offloaded,gemini or "${tiny[@]}" --prompt 200 --cache gemini ;;
     huge) row huge --size 70b --device-mem 24GiB --host-mem 100GiB --tokens 8 --folder "$out/weights-70b" \
       --system gemini or "${tiny[@]}" --folder "$out/tiny" ;;
   esac
