@@ -2,11 +2,12 @@
 # Inference with models that do not fit on the GPU, by bench/peers/generate_torch.py, beside the same all on the GPU and
 # beside Accelerate's offloading; on a GPU with 128 GiB of host memory. SPDX-License-Identifier: Apache-2.0
 #   bench/inference_gpu.sh [--try] [GROUP...]
-# GROUP, all but huge when left out, about a quarter of an hour:
+# GROUP, all but huge when left out, about half an hour:
 #   memory   7B with 8, 4 and 2 GiB of the GPU's memory: seconds a token beside the bound of the link
 #   start    7B from a folder of safetensors: time to the first token beside the time to read the folder
 #   files    13B from a folder, with 8 GiB of the GPU and 8 GiB of the host: what the disk brings for each token
-#   experts  a mixture of the shapes of Mixtral, with a third of its experts on the GPU
+#   experts  mixtures of the shapes of Mixtral, with 30 % of their experts on the GPU, by each policy of the cache
+#   cache    7B with 4 texts of 8192 tokens, whose keys and values are 16 GiB: gm.Cache beside transformers' caches
 #   huge     70B from a folder, with 24 GiB of the GPU and 100 GiB of the host; needs 140 GB of disk
 # --try: tiny models on the simulated device, to try the script without a GPU; their figures mean nothing.
 # GEMINI_INFERENCE_OUT: folder for logs and for the weights' folders, which stay there; build/inference when not set.
@@ -19,12 +20,12 @@ groups=() try=0
 while (($#)); do
   case $1 in
     --try) try=1 ;;
-    memory | start | files | experts | huge) groups+=("$1") ;;
+    memory | start | files | experts | cache | huge) groups+=("$1") ;;
     *) echo "inference_gpu.sh: $1: want --try, or a group (see the first lines of this file)" >&2; exit 2 ;;
   esac
   shift
 done
-((${#groups[@]})) || groups=(memory start files experts)
+((${#groups[@]})) || groups=(memory start files experts cache)
 out=${GEMINI_INFERENCE_OUT:-build/inference}
 mkdir -p "$out" || exit 1
 rm -f "$out"/*.log
@@ -53,9 +54,14 @@ for group in "${groups[@]}"; do
     files) row files --size 13b --device-mem 8GiB --host-mem 8GiB --folder "$out/weights-13b" --system gemini,gpu \
       or "${tiny[@]}" --host-mem 256KiB --folder "$out/tiny" ;;
     experts)
-      row experts-8b --size mixtral-8b --sample --tokens 100 --device-mem 5GiB --system gemini,gpu \
-        or --size mixtral-tiny --device-mem 80MiB
-      ((try)) || row experts --size mixtral --sample --tokens 100 --device-mem 32GiB --system gemini ;;
+      row experts-8b --size mixtral-8b --sample --tokens 64 --device-mem 30% --policy lru,frequent,least-stale,all \
+        --system gemini,gpu or --size mixtral-tiny
+      ((try)) || row experts --size mixtral --sample --tokens 64 --device-mem 30% --policy frequent --system gemini ;;
+    cache)
+      row cache-24 --size 7b --batch 4 --prompt 8192 --tokens 12 --device-mem 24GiB --system gemini,gpu \
+        --cache dynamic,offloaded,gemini or "${tiny[@]}" --prompt 200 --device-mem 512KiB --cache dynamic,gemini
+      row cache-12 --size 7b --batch 4 --prompt 8192 --tokens 12 --device-mem 12GiB --system gemini \
+        --cache offloaded,gemini or "${tiny[@]}" --prompt 200 --cache gemini ;;
     huge) row huge --size 70b --device-mem 24GiB --host-mem 100GiB --tokens 8 --folder "$out/weights-70b" \
       --system gemini or "${tiny[@]}" --folder "$out/tiny" ;;
   esac

@@ -398,7 +398,7 @@ typedef struct gemini_arena_config {
   uint32_t struct_size;    /* bytes; set by GEMINI_ARENA_CONFIG_INIT */
   uint32_t kind;           /* GEMINI_KIND_* */
   uint32_t element_bytes;  /* 1..16, a power of two; 0 = 1 */
-  uint32_t flags;          /* 0 */
+  uint32_t flags;          /* GEMINI_ARENA_* */
   uint64_t capacity_bytes; /* address range to reserve; costs no memory; 0 = the sum of the three budgets */
   const char *name;        /* at most 63 bytes; NULL = after its kind; borrowed until return */
   gemini_arena_t like;     /* NULL, or an arena whose layout in elements this one follows: a tensor registered there
@@ -416,6 +416,13 @@ typedef struct gemini_arena_config {
   uint32_t dtype;      /* of a gradient arena that follows a sharded one: GEMINI_DTYPE_*, the type of its values */
 } gemini_arena_config_t;
 #define GEMINI_ARENA_CONFIG_INIT { sizeof(gemini_arena_config_t), 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0 }
+enum {
+  /* What iterations access in the arena grows and shrinks from one to the next, as a cache of keys and values does.
+   * That is no departure: iterations that write nowhere else are compared by the number and modes of their accesses of
+   * it, not by their ranges (accesses of one range in one operator count once), and plans follow the newest ranges.
+   * Not for an arena that follows another, or is sharded; a checkpoint does not keep it. Since: 0.1 */
+  GEMINI_ARENA_GROWS = 1
+};
 /** What ranks share of a sharded arena and those that follow it (Rajbhandari et al., "ZeRO", 2020). */
 enum {
   /* Divided as PARAMS, but how long gathered chunks stay is chosen by the predicted step, between leaving after each

@@ -2,7 +2,7 @@
 Accelerate's offloading, and with all on the GPU, side by side.
 
   bench/peers/generate_torch.py [--size 7b] [--device-mem 8GiB,4GiB,2GiB] [--system gemini,accelerate,gpu]
-                                [--prompt 128] [--batch 1] [--tokens 32] ...
+                                [--prompt 128] [--batch 1] [--tokens 32] [--cache dynamic,static,gemini,offloaded] ...
 
 Each system and budget runs in a process of its own, one after another. bf16, random weights, the same in each; greedy,
 so that all generate the same tokens where their kernels are the same (tokens_hash). Two texts are generated, of which
@@ -25,10 +25,17 @@ the files with eight threads and nothing else, times_reading the former in terms
 device nor into --host-mem has to be read for each token, at the rate of that reading: files_seconds, and bound_seconds
 is the larger of the two. The folder stays when the program ends.
 
+--cache chooses where keys and values are kept; each of several runs in a process of its own. "dynamic" and "static" are
+torch's memory; "gemini" is gm.Cache, which the system gemini alone has; "offloaded" is transformers' own, which keeps
+them on the host and brings those of each layer for each token, and needs a GPU. Of the last two, the bound counts the
+bytes of the cache (cache_bytes, in the middle of the text) among what a token reads, and writes of it as free.
+
 Without arguments it takes about four minutes on a GPU and 30 GiB of host memory; without a GPU, on the simulated
 device:
 
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 512KiB,256KiB --tokens 8
+  generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 256KiB --system gemini --batch 4 \\
+      --prompt 200 --cache dynamic,gemini
   generate_torch.py --device cpu --size mixtral-tiny --vocabulary 512 --sample --system gemini --tokens 100 \\
       --device-mem 100%,30%,10% --policy lru,frequent,least-stale,all
   generate_torch.py --device cpu --size tiny --vocabulary 512 --device-mem 256KiB --host-mem 2MiB --folder build/tiny
@@ -37,6 +44,7 @@ SPDX-License-Identifier: Apache-2.0
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -60,6 +68,7 @@ SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, e
 SYSTEMS = "gemini", "accelerate", "gpu"
 POLICIES = "lru", "frequent", "least-stale", "all"  # which expert leaves first; all: each pass reads all experts
 TORCH_BYTES = 1 << 30  # of a GPU, for torch's own tensors, where --device-mem is a share of the experts
+CACHES = "dynamic", "static", "gemini", "offloaded"
 TILE = 1 << 22  # random numbers that the weights repeat: to draw billions takes minutes
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -77,8 +86,12 @@ arguments.add_argument("--tokens", type=int, default=32, help="that are generate
 arguments.add_argument("--peer-tokens", type=int, default=8, help="likewise by accelerate, at most --tokens")
 arguments.add_argument("--vocabulary", type=int, default=32000)
 arguments.add_argument("--sample", action="store_true", help="draw tokens, as the greedy ones of random weights repeat")
-arguments.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="of keys and values")
-arguments.add_argument("--host-mem", default=None, help="of gemini; left out: the weights and 2 GiB")
+arguments.add_argument(
+    "--cache", default="dynamic", help="of keys and values, of " + ", ".join(CACHES) + "; several with commas"
+)
+arguments.add_argument(
+    "--host-mem", default=None, help="of gemini; left out: the weights, a cache of its own, and 2 GiB"
+)
 arguments.add_argument("--folder", default=None, help="of the weights, written if it is not there")
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
@@ -232,6 +245,10 @@ def main():
     else:
         limit = libgemini.parse_bytes(options.device_mem)
     needed -= experts - chosen
+    width, _, blocks, heads, key_heads, _ = SIZES[options.size]
+    token_bytes = 2 * blocks * width // heads * key_heads * 2  # keys and values of bf16
+    cache_bytes = options.batch * token_bytes * (options.prompt + tokens)
+    moves_cache = options.cache in ("gemini", "offloaded")
     rate = link_rate(torch, device)
     if cuda:
         torch.cuda.empty_cache()
@@ -264,7 +281,7 @@ def main():
 
         gm.init(
             device_memory=limit,
-            host_memory=options.host_mem or weights + (2 << 30),
+            host_memory=options.host_mem or weights + (2 << 30) + (cache_bytes if options.cache == "gemini" else 0),
             device=device,
             allocator=options.allocator if cuda else None,
             chunk_size=options.chunk_size,
@@ -306,7 +323,8 @@ def main():
             do_sample=options.sample,
             stopping_criteria=transformers.StoppingCriteriaList([token_made]),
             disable_compile=True,
-            **({"cache_implementation": "static"} if options.cache == "static" else {}),
+            **({"cache_implementation": options.cache} if options.cache in ("static", "offloaded") else {}),
+            **({"past_key_values": gm.Cache(model)} if options.cache == "gemini" else {}),
         )
         seconds = [after - before for before, after in zip(times, times[1:])]
         texts.append(
@@ -321,7 +339,12 @@ def main():
     value = statistics.median(second["seconds"])
     # The arenas' tensors are no memory of torch's, but Accelerate's are.
     taken = torch.cuda.max_memory_allocated() if gm and cuda else 0
+    needed_weights = needed
+    cache_read = options.batch * token_bytes * (options.prompt + tokens // 2)
+    needed += cache_read if moves_cache else 0
     missing = max(needed - max(limit - taken, 0), 0) if options.system != "gpu" else 0
+    if options.cache == "offloaded":  # which comes as a whole for each token
+        missing = cache_read + (max(needed_weights - max(limit - taken, 0), 0) if options.system != "gpu" else 0)
     from_files = 0.0
     if folder and gm and options.host_mem:
         from_files = max(missing - libgemini.parse_bytes(options.host_mem), 0) * reading / in_files
@@ -331,7 +354,8 @@ def main():
         "case": f"{options.system} {options.size}"
         + (f" {options.device_mem}" if options.system != "gpu" else "")
         + (f" {options.policy}" if options.system == "gemini" and experts else "")
-        + f" batch {options.batch} prompt {options.prompt}",
+        + f" batch {options.batch} prompt {options.prompt}"
+        + (f" cache {options.cache}" if options.cache != "dynamic" else ""),
         "value": value,
         "unit": "s",
         "sec_per_token": value,
@@ -344,6 +368,7 @@ def main():
         "departures_first_text": first["departures"],
         "needed_bytes": needed,
         "weight_bytes": weights,
+        "cache_bytes": cache_read,
         "missing_bytes": missing,
         "link_bytes_per_s": rate,
         "ready_seconds": round(ready - made, 1),
@@ -369,6 +394,7 @@ def main():
             host_peak=stats["peak_bytes"]["host"],
             fetched_bytes_per_token=fetched // passes,
             demand_bytes_per_token=stats["moved_bytes"]["host to device"]["demand"] // passes,
+            evicted_bytes_per_token=sum(stats["moved_bytes"]["device to host"].values()) // passes,
             evicted_bytes=sum(stats["moved_bytes"]["device to host"].values()),
             predicted_sec_per_token=stats["predicted_step_ns"] / 1e9,
             stall_seconds_per_token=stats["stall_ns"] / 1e9 / passes,
@@ -397,11 +423,12 @@ if __name__ == "__main__":
         else:
             main()
         sys.exit(0)
-    systems, policies = options.system.replace("torch", "gpu").split(","), options.policy.split(",")
-    if options.size not in SIZES or not set(systems) <= set(SYSTEMS):
+    systems, caches = options.system.replace("torch", "gpu").split(","), options.cache.split(",")
+    policies = options.policy.split(",")
+    if options.size not in SIZES or not set(systems) <= set(SYSTEMS) or not set(caches) <= set(CACHES):
         print(
-            f"generate_torch: {options.size}, {options.system}: want a size of {', '.join(SIZES)}, "
-            f"systems of {', '.join(SYSTEMS)}",
+            f"generate_torch: {options.size}, {options.system}, {options.cache}: want a size of {', '.join(SIZES)}, "
+            f"systems of {', '.join(SYSTEMS)}, caches of {', '.join(CACHES)}",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -424,25 +451,35 @@ if __name__ == "__main__":
     if options.folder and not pathlib.Path(options.folder, "model.safetensors.index.json").exists():
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", "--system", "write"], check=True)
     failed, rows = False, {}
-    for limit in options.device_mem.split(","):
-        for system, policy in [(system, policy) for system in systems for policy in policies]:
-            if system == "gpu" and ("gpu", None, policies[0]) in rows:  # has no budget
-                continue
-            if system != "gemini" and policy != policies[0]:
-                continue
-            argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", system, "--device-mem", limit]
-            argv += ["--policy", policy if system == "gemini" else "lru"]
-            done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
-            print(done.stdout, end="", flush=True)
-            failed |= done.returncode != 0
-            for line in done.stdout.splitlines():
-                if line.startswith("ROW "):
-                    rows[system, None if system == "gpu" else limit, policy] = json.loads(line[4:])
-    for limit, policy in [(limit, policy) for limit in options.device_mem.split(",") for policy in policies]:
-        for against in "accelerate", "gpu":
-            ours = rows.get(("gemini", limit, policy))
-            theirs = rows.get((against, None if against == "gpu" else limit, policies[0]))
+    limits = options.device_mem.split(",")
+    for limit, cache, policy, system in itertools.product(limits, caches, policies, systems):
+        key = system, None if system == "gpu" else limit, cache, policy  # all on the GPU has no budget
+        if system != "gemini" and (cache == "gemini" or policy != policies[0]) or key in rows:
+            continue
+        argv = [sys.executable, __file__, *sys.argv[1:], "--one", "--system", system, "--cache", cache]
+        argv += ["--device-mem", limit, "--policy", policy if system == "gemini" else "lru"]
+        done = subprocess.run(argv, check=False, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, end="", flush=True)
+        failed |= done.returncode != 0
+        for line in done.stdout.splitlines():
+            if line.startswith("ROW "):
+                rows[key] = json.loads(line[4:])
+    # Each run of gemini beside the other systems with the same cache (gm.Cache: with the others' first one), and
+    # beside its own first cache.
+    for limit, cache, policy in itertools.product(limits, caches, policies):
+        ours = rows.get(("gemini", limit, cache, policy))
+        beside = {
+            system: next((one for one in (cache, *caches) if (system, where, one, policies[0]) in rows), None)
+            for system, where in (("accelerate", limit), ("gpu", None))
+        }
+        compared = [
+            (system, None if system == "gpu" else limit, one, policies[0]) for system, one in beside.items() if one
+        ]
+        compared += [("gemini", limit, one, policy) for one in caches if one != cache and cache == "gemini"]
+        for against in compared:
+            theirs = rows.get(against)
             if ours and theirs:
+                system, _, of, _ = against
                 print(
                     "ROW "
                     + json.dumps(
@@ -451,12 +488,12 @@ if __name__ == "__main__":
                             "case": ours["case"],
                             "value": ours["value"],
                             "unit": "s",
-                            "against": against,
+                            "against": system + (f" cache {of}" if of != cache or system == "gemini" else ""),
                             "ratio": theirs["value"] / ours["value"],
                             "same_tokens": ours["first_tokens_hash"] == theirs["first_tokens_hash"],
                             **(
                                 {"times_least": ours["value"] / max(ours["bound_seconds"], theirs["value"])}
-                                if against == "gpu"
+                                if system == "gpu"
                                 else {}
                             ),
                         }

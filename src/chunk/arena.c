@@ -210,7 +210,10 @@ static gemini_status_t arena_check(gmi_manager_t *m, gemini_arena_config_t *c, g
   if (!c->element_bytes) c->element_bytes = 1;
   if (c->element_bytes > 16 || (c->element_bytes & (c->element_bytes - 1)))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "element_bytes is %u, must be 1, 2, 4, 8 or 16", c->element_bytes);
-  if (c->flags) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags);
+  if (c->flags & ~(uint32_t)GEMINI_ARENA_GROWS)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_ARENA_GROWS);
+  if (c->flags && (c->like || c->reuse || c->group))
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is GEMINI_ARENA_GROWS, but the arena follows another or is sharded");
   if (c->name && (!*c->name || strnlen(c->name, 64) > 63))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "an arena's name must have 1 to 63 bytes");
   if (c->capacity_bytes > (UINT64_C(1) << 45))
@@ -327,6 +330,7 @@ static gemini_status_t arena_new(gmi_manager_t *m, const order_t *o, uint32_t in
   a->index = a->like = a->store = index;
   a->shard.slices = a->shard.whole = GMI_NONE;
   a->kind = o->c->kind;
+  a->grows = o->c->flags & GEMINI_ARENA_GROWS;
   a->element_bytes = o->c->element_bytes;
   const gmi_arena_t *base = followed(o);
   a->capacity_asked = o->capacity - o->capacity % a->element_bytes;

@@ -194,7 +194,8 @@ typedef struct gmi_arena {
   uint32_t store;     /* index of the arena that owns the chunks: its own, or that of the arena it reuses */
   uint32_t followers; /* number of arenas whose like or store is this one */
   bool reused;        /* some arena reuses this one's bytes */
-  bool reserved[7];
+  bool grows;         /* GEMINI_ARENA_GROWS */
+  bool reserved[6];
   uint64_t generation;
   uint8_t *base;             /* device addresses */
   uint32_t home, home_count; /* home slot of the first chunk; number of chunks that have a home slot */

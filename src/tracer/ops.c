@@ -223,7 +223,7 @@ static void compare_op(gmi_manager_t *m) {
   }
   for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
     const variant_t *other = &t->variants[i];
-    if (t->agrees[i]) t->agrees[i] = t->op_index < other->trace.op_count && gmi_tracer_same_op(t, other, t->op_index);
+    if (t->agrees[i]) t->agrees[i] = t->op_index < other->trace.op_count && gmi_tracer_same_op(m, other, t->op_index);
   }
   if (t->active != GMI_NONE && !t->agrees[t->active]) gmi_tracer_choose_active(m, NULL);
   variant_t *v = gmi_tracer_active_variant(t);

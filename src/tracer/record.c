@@ -87,14 +87,52 @@ static bool peak_fits(const gmi_tracer_t *t, const variant_t *v, uint64_t peak, 
   return peak <= op->nonmodel_peak + t->peak.slack && peak + t->peak.slack >= op->nonmodel_least;
 }
 
+/* Does an iteration write nothing, as a forward pass without gradients does, or nothing but arenas that grow? With
+ * sharded arenas, which ranks have to agree on, none counts as such. */
+bool gmi_tracer_only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) return false;
+  for (uint32_t i = 0; i < trace->use_count; i++)
+    if (trace->uses[i].mode != GEMINI_READ && !gmi_arena_at(m, trace->uses[i].arena)->grows) return false;
+  for (uint32_t i = 0; i < trace->chosen.count; i++)
+    if (trace->chosen.uses[i].use.mode != GEMINI_READ) return false;
+  return !trace->update_count;
+}
+
+/* Are the uses of an op of this iteration those of a variant's op? Both lists are canonical. Ranges of arenas that grow
+ * may differ, in a variant that writes nothing else. */
+static bool same_uses(gmi_manager_t *m, const variant_t *v, const gmi_trace_op_t *x, const gmi_trace_op_t *y) {
+  if (x->use_count != y->use_count) return false;
+  const gmi_trace_use_t *a = m->trace.tracer->record.uses + x->use_first, *b = v->trace.uses + y->use_first;
+  if (!x->use_count || !memcmp(a, b, x->use_count * sizeof *a)) return true;
+  bool same = v->reads_only;
+  for (uint32_t i = 0; same && i < x->use_count; i++)
+    same = !memcmp(a + i, b + i, sizeof *a) ||
+           (a[i].arena == b[i].arena && a[i].mode == b[i].mode && gmi_arena_at(m, a[i].arena)->grows);
+  return same;
+}
+
 /* Returns whether op i of this iteration is that of a variant: name (equal names have equal addresses), phase,
- * non-model peak and uses. Times do not count. Both lists of uses are canonical. */
-bool gmi_tracer_same_op(const gmi_tracer_t *t, const variant_t *v, uint32_t i) {
-  const gmi_trace_t *a = &t->record, *b = &v->trace;
-  const gmi_trace_op_t *x = &a->ops[i], *y = &b->ops[i];
-  return x->name == y->name && x->phase == y->phase && peak_fits(t, v, x->nonmodel_peak, y) &&
-         x->use_count == y->use_count &&
-         (!x->use_count || !memcmp(a->uses + x->use_first, b->uses + y->use_first, x->use_count * sizeof *a->uses));
+ * non-model peak and uses. Times do not count. */
+bool gmi_tracer_same_op(gmi_manager_t *m, const variant_t *v, uint32_t i) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  const gmi_trace_op_t *x = &t->record.ops[i], *y = &v->trace.ops[i];
+  return x->name == y->name && x->phase == y->phase && peak_fits(t, v, x->nonmodel_peak, y) && same_uses(m, v, x, y);
+}
+
+bool gmi_tracer_take_ranges(gmi_manager_t *m, variant_t *v) {
+  const gmi_trace_t *now = &m->trace.tracer->record;
+  const uint32_t shift = m->cut.chunk_shift;
+  bool others = false;
+  GMI_ASSERT(now->use_count == v->trace.use_count);
+  for (uint32_t i = 0; v->reads_only && i < v->trace.use_count; i++) {
+    gmi_trace_use_t *was = &v->trace.uses[i];
+    const gmi_trace_use_t *is = &now->uses[i];
+    others |= is->offset >> shift != was->offset >> shift ||
+              (is->offset + is->size - 1) >> shift != (was->offset + was->size - 1) >> shift;
+    *was = *is;
+  }
+  return others;
 }
 
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b) {
@@ -102,8 +140,9 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
 }
 
 /* Says in the log how an iteration came to differ from the variant that it was expected to repeat. */
-static void log_departure(gmi_manager_t *m, const gmi_trace_t *expected) {
+static void log_departure(gmi_manager_t *m, const variant_t *v) {
   gmi_tracer_t *t = m->trace.tracer;
+  const gmi_trace_t *expected = &v->trace;
   /* Behind the last operator so far, or within one: other threads may be adding to its uses, without the lock. */
   const bool between = t->op_index >= t->record.op_count, update = between || t->op_open;
   const uint32_t i = t->op_index - (between ? 1 : 0);
@@ -113,10 +152,7 @@ static void log_departure(gmi_manager_t *m, const gmi_trace_t *expected) {
   else if (!other) snprintf(why, sizeof why, "%u operators were expected", expected->op_count);
   else if (op->name != other->name || op->phase != other->phase)
     snprintf(why, sizeof why, "%.100s was expected", other->name);
-  else if (op->use_count != other->use_count ||
-           (op->use_count && memcmp(t->record.uses + op->use_first, expected->uses + other->use_first,
-                                    op->use_count * sizeof *expected->uses)))
-    snprintf(why, sizeof why, "its accesses are others than expected");
+  else if (!same_uses(m, v, op, other)) snprintf(why, sizeof why, "its accesses are others than expected");
   else
     snprintf(why, sizeof why, "its non-model peak is %llu bytes, %llu were expected",
              (unsigned long long)op->nonmodel_peak, (unsigned long long)other->nonmodel_peak);
@@ -143,7 +179,7 @@ void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op) 
   if (t->active != GMI_NONE && !t->departed) {
     t->departed = true;
     m->stats.departures++;
-    log_departure(m, &t->variants[t->active].trace);
+    log_departure(m, &t->variants[t->active]);
   }
   t->active = best;
   t->entered = GMI_NONE;

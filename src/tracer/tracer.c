@@ -178,7 +178,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->resolved = t->stall_count = t->op_index = 0;
   t->now.committed = m->stats.committed_elements;
   t->now.learned = t->now.chosen_ops = t->now.stalls_read = 0;
-  t->now.first_planned = false;
+  t->now.first_planned = t->now.regrown = false;
   t->in_ops_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -228,9 +228,10 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index) {
   memcpy(t->agrees, t->agreed, sizeof t->agrees);
 }
 
-/* Updates the variant's frames with those of this iteration: the peaks, and what the gathers of its kind take; and the
- * times of its ops, as far as they are known. The label is this iteration's. */
-static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
+/* Updates the variant's frames with those of this iteration: the peaks, and what the gathers of its kind take; the
+ * ranges of arenas that grow; and the times of its ops, as far as they are known. The label is this iteration's. */
+static void learn_iteration(gmi_manager_t *m, variant_t *v) {
+  gmi_tracer_t *t = m->trace.tracer;
   t->now.first_planned = v->bundle.made && !v->planned_runs;
   v->label = t->now.label;
   v->any_label = false;
@@ -243,6 +244,7 @@ static void learn_iteration(gmi_tracer_t *t, variant_t *v) {
     if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
     if (now->nonmodel_least < op->nonmodel_least) op->nonmodel_least = now->nonmodel_least;
   }
+  t->now.regrown = gmi_tracer_take_ranges(m, v);
   learn_times(t, v);
   gmi_tracer_learn_chosen(t, v);
 }
@@ -277,18 +279,6 @@ static uint32_t free_variant(gmi_tracer_t *t) {
   if (t->previous == oldest) t->previous = GMI_NONE;
   variant_clear(&t->variants[oldest]);
   return oldest;
-}
-
-/* Does an iteration write nothing, as a forward pass without gradients does? With sharded arenas, which ranks have to
- * agree on, none counts as such. */
-static bool only_reads(gmi_manager_t *m, const gmi_trace_t *trace) {
-  for (uint32_t i = 0; i < GMI_GROUPS; i++)
-    if (gmi_group_at(m, i) && gmi_group_at(m, i)->arenas) return false;
-  for (uint32_t i = 0; i < trace->use_count; i++)
-    if (trace->uses[i].mode != GEMINI_READ) return false;
-  for (uint32_t i = 0; i < trace->chosen.count; i++)
-    if (trace->chosen.uses[i].use.mode != GEMINI_READ) return false;
-  return !trace->update_count;
 }
 
 /* Do the newest peaks of a variant whose peaks vary need more pages than its plan leaves them? If it only reads, and
@@ -332,7 +322,7 @@ static void add_variant(gmi_manager_t *m, uint32_t *index_out) {
   v->used = true;
   v->trace = t->record;
   v->label = t->now.label;
-  v->reads_only = only_reads(m, &v->trace);
+  v->reads_only = gmi_tracer_only_reads(m, &v->trace);
   t->record = (gmi_trace_t){ .names = t->names };
   /* the trace has the ops of the record, to which resolved and durations belong */
   for (uint32_t i = 0; i < v->trace.op_count; i++) {
@@ -413,10 +403,10 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     }
     if (index == GMI_NONE && (t->record_lost || !t->record.op_count)) return GEMINI_OK;
     if (index == GMI_NONE) add_variant(m, &index);
-    else learn_iteration(t, &t->variants[index]);
+    else learn_iteration(m, &t->variants[index]);
     v = &t->variants[index];
   } else {
-    learn_iteration(t, v);
+    learn_iteration(m, v);
     if (v->bundle.made && !t->departed) {
       m->stats.planned_iterations++;
       v->planned_runs++;
@@ -435,8 +425,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
    * prediction is updated, after 4, 8, 16, ... planned iterations. */
   if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
-  if (has_stopped_growing(v)) {
-    v->trace.headroom = 0;
+  if (has_stopped_growing(v) || (t->now.regrown && (v->bundle.made || v->refused))) {
+    if (!t->now.regrown) v->trace.headroom = 0;
     return gmi_tracer_variant_plan(m, v);
   }
   const bool settles = v->bundle.made && whole && v->planned_runs == SETTLE_RUNS;
@@ -488,7 +478,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   variant_t loaded = { .used = true, .any_label = true };
   gemini_status_t status = gmi_trace_read(m, &loaded.trace, path);
   if (status) return status;
-  loaded.reads_only = only_reads(m, &loaded.trace);
+  loaded.reads_only = gmi_tracer_only_reads(m, &loaded.trace);
   uint64_t chunk_bytes = loaded.trace.chunk_bytes;
   if (!chunk_bytes || !gmi_tracer_plan_with_chunk(m, &loaded.trace, chunk_bytes, &loaded.bundle))
     status = gmi_plan_bundle_make(m, &loaded.trace, m->cut.chunk_shift, &loaded.bundle);

@@ -41,8 +41,9 @@ typedef struct {
   gmi_trace_t trace;
   gmi_plan_bundle_t bundle; /* bundle.made: the variant has a plan */
   bool used;
-  bool refused;    /* no plan exists for the current budgets */
-  bool reads_only; /* nothing is written in it: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  bool refused; /* no plan exists for the current budgets */
+  /* nothing is written in it but arenas that grow: its ops are matched by their accesses, see gmi_tracer_same_op() */
+  bool reads_only;
   /* its plan moves nothing and has frames for all chunks beside each op: what ops allocate may vary, as that of a
    * caching allocator does for some iterations, until it has found which blocks it uses again */
   bool still;
@@ -133,6 +134,7 @@ typedef struct gmi_tracer {
     uint32_t stalls_read;   /* of stalls: those before it are read, as far as they are of chosen ops */
     bool chosen;            /* the open op is a chosen one */
     bool first_planned;     /* it is the first one under its variant's plan */
+    bool regrown;           /* its ranges of arenas that grow lie in other chunks than its variant's did */
     uint64_t committed;     /* stats.committed_elements at its begin */
     step_t step;            /* what is known of it so far */
     comparison_t before_op; /* before the open op began, to undo that */
@@ -206,7 +208,10 @@ void gmi_tracer_trial_measure(gmi_manager_t *m);
 void gmi_tracer_canonical(gmi_trace_t *trace);
 uint64_t gmi_tracer_expected_peak(const variant_t *v, uint32_t op);
 bool gmi_tracer_peaks_vary(const variant_t *v);
-bool gmi_tracer_same_op(const gmi_tracer_t *t, const variant_t *v, uint32_t i);
+bool gmi_tracer_same_op(gmi_manager_t *m, const variant_t *v, uint32_t i);
+bool gmi_tracer_only_reads(gmi_manager_t *m, const gmi_trace_t *trace);
+/* Takes over an iteration's ranges of arenas that grow, for a variant that it equals. Are they in other chunks? */
+bool gmi_tracer_take_ranges(gmi_manager_t *m, variant_t *v);
 bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_t *b);
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);
 void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c);

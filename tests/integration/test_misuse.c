@@ -970,7 +970,8 @@ static void test_arena_config_out_of_range_is_refused(void) {
   const uint32_t elements[] = { 3, 5, 15, 17, 32, UINT32_C(1) << 31, UINT32_MAX };
   for (int i = 0; i < 7; i++)
     REFUSED_ARENA(INVALID, text("element_bytes is %u|16", elements[i]), c.element_bytes = elements[i]);
-  REFUSED_ARENA(INVALID, "flags|0x1", c.flags = 1);
+  REFUSED_ARENA(INVALID, "flags|0x2", c.flags = 3);
+  REFUSED_ARENA(INVALID, "GEMINI_ARENA_GROWS", c.flags = GEMINI_ARENA_GROWS; c.like = bed.params);
   REFUSED_ARENA(INVALID, "flags|0x80000000", c.flags = UINT32_C(1) << 31);
   REFUSED_ARENA(INVALID, "name|1 to 63", c.name = name);
   REFUSED_ARENA(INVALID, "name|1 to 63", c.name = "");

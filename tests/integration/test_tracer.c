@@ -405,6 +405,89 @@ static void test_a_cache_that_stopped_growing_gives_its_room_back(void) {
   net_close(&n);
 }
 
+/* A pass over a cache in an arena that grows: each layer reads its weights, writes the cache's last chunk, and reads all
+ * `chunks` of it. */
+static void growing_pass(net_t *n, gemini_arena_t cache, uint64_t first, uint64_t chunks) {
+  OK(gemini_iteration_begin(n->mgr));
+  for (int i = 0; i < LAYERS; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "fwd.%d", i);
+    OK(gemini_op_begin(n->mgr, name, n->stream));
+    gemini_access_t uses[] = { ACCESS(n->weight[i], 0, 0, GEMINI_READ, 0),
+                               ACCESS(cache, (first + chunks - 1) * CHUNK, CHUNK, GEMINI_READ_WRITE, 0),
+                               ACCESS(cache, first * CHUNK, chunks * CHUNK, GEMINI_READ, 0) };
+    for (int k = 0; k < 3; k++) {
+      OK(gemini_acquire(n->mgr, &uses[k], 1, n->stream));
+      OK(gemini_release(n->mgr, &uses[k], 1, n->stream));
+    }
+    OK(gemini_op_end(n->mgr));
+  }
+  OK(gemini_iteration_end(n->mgr));
+}
+
+/* What a pass accesses of an arena that grows may grow, shrink and lie elsewhere: that is no departure, and plans follow
+ * it, so that what is there already comes ahead of its use. An arena without the flag departs. */
+static void test_an_arena_that_grows_is_no_departure(void) {
+  enum { PASSES = 40, EACH = 10 };
+  for (int grows = 1; grows >= 0; grows--) {
+    gemini_config_t c = config_of(10);
+    net_t n = net_open(&c);
+    gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+    a.kind = GEMINI_KIND_OTHER;
+    a.name = "cache";
+    a.flags = grows ? GEMINI_ARENA_GROWS : 0;
+    gemini_arena_t cache;
+    uint64_t offset;
+    OK(gemini_arena_create(n.mgr, &a, &cache));
+    OK(gemini_arena_take(n.mgr, cache, 8 * CHUNK, &offset));
+    for (int i = 0; i < PASSES; i++) growing_pass(&n, cache, 0, 2 + (uint64_t)i / EACH);
+    figures_t s = stats_of(&n);
+    CHECK(grows ? s.departures == 0 : s.departures >= PASSES / EACH - 1);
+    if (grows) {
+      CHECK_EQ(s.planned_iterations, PASSES - 1);
+      CHECK(s.plans <= 2 + PASSES / EACH - 1); /* the first, with times measured, and one for each chunk */
+      /* The first pass has no plan. Later the new chunk alone is wanted, and what it has taken the place of. */
+      const uint64_t misses = s.acquire_misses;
+      for (int i = 0; i < 3; i++) growing_pass(&n, cache, 0, 1 + PASSES / EACH);
+      CHECK(misses <= 2 * LAYERS + 2 + 3 * (PASSES / EACH - 1));
+      CHECK_EQ(stats_of(&n).acquire_misses, misses);
+      growing_pass(&n, cache, 5, 2); /* another text, elsewhere */
+      growing_pass(&n, cache, 0, 3);
+      growing_pass(&n, cache, 0, 3);
+      CHECK_EQ(stats_of(&n).departures, 0);
+      CHECK_EQ(stats_of(&n).planned_iterations, PASSES + 5);
+    }
+    net_close(&n);
+  }
+}
+
+/* Where a pass writes another arena, too, all ranges count; so do those of an arena without the flag. */
+static void test_ranges_of_other_passes_and_arenas_count(void) {
+  for (int flagged = 0; flagged < 2; flagged++) {
+    gemini_config_t c = config_of(8);
+    net_t n = net_open(&c);
+    gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+    a.name = "cache";
+    a.flags = flagged ? GEMINI_ARENA_GROWS : 0;
+    gemini_arena_t cache;
+    uint64_t offset;
+    OK(gemini_arena_create(n.mgr, &a, &cache));
+    OK(gemini_arena_take(n.mgr, cache, 8 * CHUNK, &offset));
+    for (uint64_t i = 0; i < 6; i++) {
+      OK(gemini_iteration_begin(n.mgr));
+      OK(gemini_op_begin(n.mgr, "op", n.stream));
+      gemini_access_t uses[] = { ACCESS(n.weight[0], 0, 0, flagged ? GEMINI_READ_WRITE : GEMINI_READ, 0),
+                                 ACCESS(cache, 0, (1 + i / 3) * CHUNK, GEMINI_READ, 0) };
+      OK(gemini_acquire(n.mgr, uses, 2, n.stream));
+      OK(gemini_release(n.mgr, uses, 2, n.stream));
+      OK(gemini_op_end(n.mgr));
+      OK(gemini_iteration_end(n.mgr));
+    }
+    CHECK(stats_of(&n).departures >= 1);
+    net_close(&n);
+  }
+}
+
 /* Passes that allocate much more, as those over long prompts do, are another variant, although they access the same: the
  * others' plan can use the frames that these need. Between texts at most two passes depart. */
 static void test_passes_that_allocate_much_more_are_planned_apart(void) {
@@ -1085,6 +1168,8 @@ int main(int argc, char **argv) {
   RUN(test_plan_slower_than_the_one_before_goes);
   RUN(test_departures_are_explained_in_the_log);
   RUN(test_a_cache_that_grows_is_no_departure);
+  RUN(test_an_arena_that_grows_is_no_departure);
+  RUN(test_ranges_of_other_passes_and_arenas_count);
   RUN(test_a_cache_that_stopped_growing_gives_its_room_back);
   RUN(test_passes_that_allocate_much_more_are_planned_apart);
   RUN(test_labels_tell_iterations_apart);

@@ -369,6 +369,7 @@ class Manager:
         group: int = 0,
         zero_stage: int = 0,
         dtype: str | int = 0,
+        grows: bool = False,
     ) -> int:
         """Reserves a range of device addresses, in which tensors never move. Bytes that nobody has written are zero.
 
@@ -383,6 +384,8 @@ class Manager:
             zero_stage: With group: what ranks divide, abi.ZERO_STATES, ZERO_GRADIENTS or ZERO_PARAMS; 0: the library
                 chooses.
             dtype: For "grad" that follows a sharded arena: "f32", "bf16", "f16" or "f64", in which ranks add.
+            grows: Whether what iterations access in it grows from one to the next, as a cache of keys and values does:
+                that is no departure of iterations that write nowhere else.
 
         Returns:
             The arena's handle.
@@ -393,6 +396,7 @@ class Manager:
         config = abi.ArenaConfig(
             kind=_code(KINDS, kind, "kind"),
             element_bytes=element_bytes,
+            flags=abi.ARENA_GROWS if grows else 0,
             capacity_bytes=parse_bytes(capacity, "capacity"),
             like=like,
             reuse=reuse,

@@ -74,6 +74,20 @@ __all__ = [
     "unit",
 ]
 
+if _typing.TYPE_CHECKING:
+    from .cache import Cache as Cache
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Imports what needs transformers when it is used."""
+    if name == "Cache":
+        from .cache import Cache
+
+        globals()[name] = Cache
+        return Cache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _Module = _typing.TypeVar("_Module", bound=_torch.nn.Module)
 _Batch = _typing.TypeVar("_Batch")
 _Path = _typing.Union[str, "_os.PathLike[str]"]

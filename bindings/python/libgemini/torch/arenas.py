@@ -91,6 +91,7 @@ class Place:
         "chosen_below",
     )
     numbers = itertools.count()
+    grows = False  # whether it is a layer of a cache, of whose addresses only the first ones are in use; see cache.py
 
     def __init__(
         self,
@@ -147,6 +148,10 @@ class Place:
     @property
     def elements(self) -> int:
         return self.shape.numel()
+
+    def spread(self, offset: int, size: int) -> tuple[int, int]:
+        """The range, in bytes, that a function acquires for a view of it: offset and size."""
+        return offset, size
 
     @property
     def contiguous(self) -> bool:
@@ -285,7 +290,7 @@ class Arenas:
         key = kind, dtype, like
         if key not in self.handles:
             ranks = self.session.ranks
-            more: dict[str, int] = {}
+            more: dict[str, typing.Any] = {}
             if ranks and kind in ("param", "frozen"):
                 more = {"group": ranks.group, "zero_stage": ranks.stage}
             elif ranks and kind == "grad":
@@ -296,7 +301,8 @@ class Arenas:
                 name=name,
                 capacity=self.capacity if kind == self.frozen else 0,
                 element_bytes=dtype.itemsize,
-                **{"reuse" if kind == "reused grad" else "like": like},
+                like=0 if kind == "reused grad" else like,
+                reuse=like if kind == "reused grad" else 0,
                 **more,
             )
             self.handles[key] = handle
@@ -356,6 +362,8 @@ class Arenas:
 
     def free_places(self) -> None:
         """Reuses the ranges of deleted places, except those whose storage still has tensors."""
+        if self.session.caches:
+            self.session.caches.drain()
         for _ in range(len(self.left)):
             left = self.left.popleft()
             if not all(storage.expired() for storage in left[4]) or not self.free_place(*left[:4]):

@@ -1258,6 +1258,8 @@ class Model:
         if session.brackets.depth > 1:  # called by another model
             return
         session.holds.recover()
+        if session.caches:
+            session.caches.drain()
         session.take_left(early=False)
         session.backward.settle()
         if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():

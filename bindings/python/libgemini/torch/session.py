@@ -28,6 +28,7 @@ from .ranks import Ranks
 if typing.TYPE_CHECKING:
     from .activations import Activations
     from .allocator import Process
+    from .cache import Caches
     from .model import Model, Record
     from .tensors import Use
 
@@ -77,6 +78,7 @@ class Session:
         models: The models that were prepared, the last one last.
         ranks: See ranks.py; None if there is one process.
         activations: See activations.py; None until offload_activations() is used.
+        caches: See cache.py; None until there is a Cache.
         allocator: See allocator.py; None if torch's other tensors are in memory of torch's own.
     """
 
@@ -161,6 +163,7 @@ class Session:
         self.in_optimizer: typing.Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
         self.in_closure = 0  # closures that this step() has called and that have not returned
         self.activations: Activations | None = None
+        self.caches: Caches | None = None
         self.allocator: Process | None = None
         # Records of all parameters that live here, each as long as its parameter; by their id.
         self.known: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()

@@ -89,6 +89,12 @@ def _where(tensor):
     return place, offset, size
 
 
+def _range(tensor):
+    """The place of a tensor that has elements; the offset there, and the length, in bytes, of what is acquired."""
+    place, offset, size = _where(tensor)
+    return place, *place.spread(offset, size)
+
+
 def _collect(values, found):
     """Appends the managed tensors in nested lists, tuples and dicts to a list, each once."""
     for value in values:
@@ -322,7 +328,7 @@ def _run_on_copies(func, name, args, kwargs, tensors, changed):
             record = _gradient_of(tensor)
             if record is not None:
                 record.settle(abi.READ)
-            use = session.holds.use(((*_where(tensor), abi.READ),), "clone")
+            use = session.holds.use(((*_range(tensor), abi.READ),), "clone")
             copies.append((tensor, run_with(session, use, _Tensor.clone, (tensor,), {})))
     return func(*_replaced(tuple(args), copies), **_replaced(kwargs, copies))
 
@@ -339,7 +345,7 @@ _saving: dict[typing.Any, torch.Tensor] | None = None
 def _saved_copy(tensor):
     """As host_copy(), but within torch.save() tensors that share bytes get copies that share bytes."""
     place, record = tensor._gm_place, _gradient_of(tensor)
-    if _saving is None or not tensor.numel() or tensor.dtype != place.dtype:
+    if _saving is None or not tensor.numel() or tensor.dtype != place.dtype or place.grows:
         return host_copy(tensor)
     key = place.number, record and tensor._gm_generation
     if key not in _saving:
@@ -465,7 +471,7 @@ def _run(func, args, kwargs):
     for tensor in tensors:
         if not tensor.numel():
             continue
-        place, offset, size = _where(tensor)
+        place, offset, size = _range(tensor)
         mode, record = abi.READ, _gradient_of(tensor)
         if any(tensor is one for one in changed):
             mode = abi.READ_WRITE
@@ -1123,7 +1129,7 @@ class ManagedTensor(torch.Tensor):
                     else self.detach().clone()
                 )
                 copy = nn.Parameter(copy, self.requires_grad)
-            elif self._gm_grad is not None or self.dtype != place.dtype:
+            elif self._gm_grad is not None or self.dtype != place.dtype or place.grows:
                 copy = self.detach().clone()
             else:
                 key = "libgemini", place.number
@@ -1264,7 +1270,7 @@ def _use_numbers(func, args, kwargs):
             if record is not None:
                 record.settle(mode)
             if tensor.numel():
-                ranges.append((*_where(tensor), mode))
+                ranges.append((*_range(tensor), mode))
         use = session.holds.use(tuple(ranges), func._schema.name)
         if session.holds.noted:  # within a function
             with session.holds.acquired(use.accesses, use.count, session.holds.stream()):
