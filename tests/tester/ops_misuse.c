@@ -104,7 +104,7 @@ void run_bad(actor_t *a, const op_t *op) {
     CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 11:
-    config.flags = 1;
+    config.flags = 1u << 30;
     CALL(a, INVALID, gemini_arena_create, h, &config, &out.arena);
     break;
   case 12:
