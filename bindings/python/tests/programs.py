@@ -66,7 +66,7 @@ REFUSALS = (
     r"can be neither copied nor pickled",
     r"the optimizer has a parameter, .*, that is not in the model|"
     r"is of an optimizer with parameter .* where this one has",
-    r"is not one of the model's: make the optimizer from the model",
+    r"is not one of the model's: make the optimizer from the model|needs no gradient, and is not in the session",
     r"bytes of device memory are needed",
     r"was not prepared, but parameter",
     r"the bytes of its storage may be elsewhere, and cannot be used as a storage",

@@ -362,6 +362,21 @@ def test_what_stays_with_torch_is_said(session, layer, why):
     assert type(model.layers[0].weight).__name__ in why
 
 
+def test_an_optimizer_of_what_stays_with_torch_is_told_what_to_do(session):
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    model.other = OfTensors()
+    session("1MiB")
+    with pytest.raises(gm.GeminiError, match=r"parameter 2 .* needs no gradient.*if p\.requires_grad"):
+        gm.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    model, optimizer = gm.prepare(model, torch.optim.SGD(trained, lr=0.1))
+    before = model.bias.detach().clone()
+    model(inputs(0)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.bias, before)
+
+
 def test_bitsandbytes(session):
     """4 bits are managed, 8 bits stay with torch."""
     bnb = pytest.importorskip("bitsandbytes")

@@ -156,9 +156,14 @@ class Optimizer(torch.optim.Optimizer):
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 if id(param) not in known:
+                    why = "is not one of the model's: make the optimizer from the model that is prepared"
+                    if not param.requires_grad:  # torch leaves it alone, whosever it is
+                        why = (
+                            "needs no gradient, and is not in the session: give the optimizer those that need one, "
+                            "[p for p in model.parameters() if p.requires_grad]"
+                        )
                     raise GeminiError(
-                        f"parameter {index} of the optimizer's group {number}, of shape {tuple(param.shape)}, is "
-                        "not one of the model's: make the optimizer from the model that is prepared"
+                        f"parameter {index} of the optimizer's group {number}, of shape {tuple(param.shape)}, {why}"
                     )
                 found.append(known[id(param)])
         return found
