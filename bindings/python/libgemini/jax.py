@@ -294,7 +294,8 @@ class Layers:
 
         Args:
             name: The layer.
-            what: "param", "grad", "master", "momentum" or "variance".
+            what: "param", "grad", "master", "momentum" or "variance". Gradients are zeros until vjp() has written them,
+                and again after adamw().
 
         Returns:
             NumPy arrays in the tree of the parameters.
@@ -305,6 +306,8 @@ class Layers:
             ValueError: There is no such value.
         """
         layer, out = self._layers[name], []
+        if what == "grad":
+            self._complete(name)
         for leaf, wanted in zip(layer.leaves, self._ranges(layer, what, "read", "host")):
             with self.manager.acquired(wanted):
                 out.append(_bytes(wanted).copy().view(self._dtype_of(what)).reshape(leaf.shape))
@@ -424,7 +427,7 @@ class Layers:
         Raises:
             GeminiError: As Manager.adamw().
         """
-        self._complete()
+        self._complete(*self._layers)
         self.manager.adamw(
             step=step,
             grad=self._grads,
@@ -448,15 +451,15 @@ class Layers:
         Raises:
             GeminiError: As Manager.norm().
         """
-        self._complete()
+        self._complete(*self._layers)
         return self.manager.norm(self.manager.range(self._grads, "read"), _DTYPES[self.dtype])
 
     # ---- inside
-    def _complete(self) -> None:
-        """Makes gradients that no call of vjp() has written zero."""
-        for name, layer in self._layers.items():
+    def _complete(self, *names: str) -> None:
+        """Makes gradients of these layers that no call of vjp() has written zero."""
+        for name in names:
             if name not in self._graded:
-                self._zero_gradient(layer)
+                self._zero_gradient(self._layers[name])
                 self._graded.add(name)
 
     def _zero_gradient(self, layer: _Layer) -> None:

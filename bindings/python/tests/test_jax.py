@@ -222,6 +222,11 @@ def test_gradients_add_up_and_are_those_of_jax(manager):
     layers.add("other", {"w": values(9)})
     layers.set_values("other", {"w": values(8)}, "grad")
     layers.adamw(1, lr=0.0)  # has used the gradient, whose bytes are there still
+    layers.add("third", {"w": values(9)})
+    layers.set_values("third", {"w": values(8)}, "grad")
+    np.testing.assert_array_equal(layers.values("third", "grad")["w"], values(8))
+    layers.adamw(1, lr=0.0)
+    np.testing.assert_array_equal(layers.values("third", "grad")["w"], 0 * values(8))
     labels = np.arange(5, dtype=np.int32)
     for _ in range(2):  # steps
         total = jax.tree.map(jnp.zeros_like, params)
