@@ -33,7 +33,7 @@ def test_page_trains_a_model_as_it_stands(capsys):
     assert len(names["losses"]) == 4 and names["losses"][3] < names["losses"][0]
     assert names["stats"]["planned_iterations"] > 0
     assert names["position"] == 4
-    assert names["generated"] == 36
+    assert 17 <= names["generated"] <= 36  # a text of random weights may end before its 20 tokens
     said = capsys.readouterr().out
     assert "stays" in said and "binds" in said and "moved a step" in said
     with pytest.raises(gm.GeminiError):
