@@ -17,9 +17,9 @@ enum { CHUNKS = 3, ELEMENTS = CHUNKS * WORLD_CHUNK / 4 };
 typedef enum { COPY, ADD, MARK, WAIT, KINDS } kind_t;
 static const gmi_device_ops_t *real;
 static gmi_device_ops_t faulty;
-static kind_t fault;
-static int64_t countdown = -1; /* negative: none is refused */
-static bool refused;
+static _Atomic kind_t fault;
+static _Atomic int64_t countdown = -1; /* negative: none is refused */
+static _Atomic bool refused;
 
 static bool refuses(kind_t kind) {
   if (kind != fault || countdown < 0 || countdown-- > 0) return false;
@@ -39,20 +39,23 @@ static gemini_status_t mark(void *self, uint32_t stream, uint64_t *mark_out) {
 static gemini_status_t await(void *self, uint32_t stream, uint32_t other, uint64_t at) {
   return refuses(WAIT) ? refusal() : real->stream.wait(self, stream, other, at);
 }
-static void refuse(gemini_manager_t mgr, kind_t kind, int64_t after) {
+/* Puts the functions above in the place of the device's. No thread of the manager has work that would call them yet. */
+static void interpose(gemini_manager_t mgr) {
   gmi_manager_t *m = gmi_manager_get(mgr);
-  if (m->device.ops != &faulty) {
+  if (!real) {
     real = m->device.ops;
     faulty = *real;
     faulty.queue.copy = copy;
     faulty.queue.add = add;
     faulty.stream.mark = faulty.stream.mark_untimed = mark;
     faulty.stream.wait = await;
-    m->device.ops = &faulty;
   }
+  m->device.ops = &faulty;
+}
+static void refuse(kind_t kind, int64_t after) {
+  refused = false;
   fault = kind;
   countdown = after;
-  refused = false;
 }
 static bool refused_one(void) {
   countdown = -1;
@@ -70,6 +73,7 @@ static rank_t rank_open(const gemini_group_id_t *id, uint32_t rank, uint32_t ran
   rank_t k = { .w = world_open(world_config(16, 16, 0)) };
   gemini_group_config_t g = GEMINI_GROUP_CONFIG_INIT;
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  interpose(k.w.mgr);
   g.id = id;
   g.rank = rank;
   g.ranks = ranks;
@@ -124,7 +128,7 @@ static void test_sums_that_the_device_refuses_are_never_added_twice(void) {
       CHECK_OK(norm(&k, &found));
       CHECK(found == sqrt(ELEMENTS));
       write_gradients(&k);
-      refuse(k.w.mgr, kind, after);
+      refuse(kind, after);
       gemini_status_t status = norm(&k, &found);
       more = refused_one();
       if (status) {
@@ -154,7 +158,7 @@ static void test_ranks_hear_of_a_gather_that_one_cannot_go_on_with(void) {
   gemini_status_t status = GEMINI_OK;
   bool gave_up = false;
   for (int64_t after = 0; !gave_up && after < 40; after++) { /* marks from before the collective to behind it */
-    if (!child) refuse(k.w.mgr, MARK, after);
+    if (!child) refuse(MARK, after);
     for (int tries = 0; tries < 2; tries++) {
       status = gemini_acquire(k.w.mgr, &use, 1, k.w.stream);
       if (status != GEMINI_ERR_DEVICE) break;
@@ -205,7 +209,7 @@ static void test_a_gather_that_is_refused_leaves_work_on_its_slices_known(void) 
       CHECK_OK(gemini_stream_call(k.w.mgr, k.w.stream, pass, &gate));
       CHECK_OK(gemini_stream_call(k.w.mgr, k.w.stream, fill, slice.ptr));
       CHECK_OK(gemini_release(k.w.mgr, &slice, 1, k.w.stream));
-      refuse(k.w.mgr, kind, after);
+      refuse(kind, after);
       gemini_status_t status = gemini_acquire(k.w.mgr, &use, 1, k.w.stream);
       (void)refused_one();
       if (!status) CHECK_OK(gemini_release(k.w.mgr, &use, 1, k.w.stream));
@@ -229,6 +233,7 @@ static void test_an_update_runs_behind_a_fetch_that_was_refused(void) {
   for (kind_t kind = COPY; kind < KINDS; kind++)
     for (int64_t after = 0; after < 3; after++) {
       world_t w = world_open(world_config(8, 16, 0));
+      interpose(w.mgr);
       gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
       gemini_tensor_t t = world_tensor(&w, arena, "t", WORLD_CHUNK);
       gemini_access_t use = world_whole(t, GEMINI_WRITE, HOST);
@@ -236,7 +241,7 @@ static void test_an_update_runs_behind_a_fetch_that_was_refused(void) {
       memset(use.ptr, 0, WORLD_CHUNK);
       CHECK_OK(gemini_release(w.mgr, &use, 1, GEMINI_STREAM_CALLER));
       use = world_whole(t, GEMINI_READ, DEVICE);
-      refuse(w.mgr, kind, after);
+      refuse(kind, after);
       gemini_status_t status = gemini_acquire(w.mgr, &use, 1, w.stream);
       (void)refused_one();
       if (!status) CHECK_OK(gemini_release(w.mgr, &use, 1, w.stream));
