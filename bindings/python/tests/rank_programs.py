@@ -557,6 +557,11 @@ def by_torch_alone(mesh, clip, **more):
     return {**out, "norms": norms[::2], "after": norms[1::2], "state": whole(state(made, optimizer))}
 
 
+# Torch 2.6 by itself fails where a process divides an nn.Embedding of a second dtype (an assertion of its own).
+DIVIDES_TWO_DTYPES = not torch.__version__.startswith("2.6.")
+KEPT_BY_DTENSORS = (("fp32", {}), ("narrow", {"states": "8bit", "masters": "split16"})) * DIVIDES_TWO_DTYPES
+
+
 def divided(*, parts, folder, clip=0.1, **more):
     """Trains a model that torch divides into `parts`, and what torch alone makes of the same. Saves, and loads into
     another model.
@@ -585,7 +590,7 @@ def divided(*, parts, folder, clip=0.1, **more):
                 made, optimizer = gm.prepare(made, adamw(made), step_in_backward=True)
                 out["early"] = steps(made, optimizer, "tokens", **more)
                 out["early"]["state"] = whole(state(made, optimizer))
-        for name, options in ("fp32", {}), ("narrow", {"states": "8bit", "masters": "split16"}):
+        for name, options in KEPT_BY_DTENSORS:
             with session(zero=2, process_group=data):
                 made = divide(Divided().bfloat16(), mesh["tensor"])
                 made, optimizer = gm.prepare(made, adamw(made), **options)

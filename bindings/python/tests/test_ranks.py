@@ -526,12 +526,13 @@ def test_dtensors_are_divided(tmp_path, processes):
         same_state({"state": one["again"]}, one["made"])
         same_state(one["made"], found[0]["made"])
         assert not any(value.any() for value in one["zero"].values())
-        fp32, kept = one["kept"]["fp32"], one["kept"]["narrow"]
-        same_bits(kept["loaded"], kept["state"])
-        same_bits(kept["state"], found[0]["kept"]["narrow"]["state"])
-        assert kept["losses"] == pytest.approx(fp32["losses"], rel=2e-2)  # in bfloat16
-        masters = [{name: one["state"][name] for name in fp32["state"] if "master" in name} for one in (kept, fp32)]
-        assert masters[0] and far_apart(*masters) < 0.02
+        if rank_programs.DIVIDES_TWO_DTYPES:
+            fp32, kept = one["kept"]["fp32"], one["kept"]["narrow"]
+            same_bits(kept["loaded"], kept["state"])
+            same_bits(kept["state"], found[0]["kept"]["narrow"]["state"])
+            assert kept["losses"] == pytest.approx(fp32["losses"], rel=2e-2)  # in bfloat16
+            masters = [{name: one["state"][name] for name in fp32["state"] if "master" in name} for one in (kept, fp32)]
+            assert masters[0] and far_apart(*masters) < 0.02
         assert one["shape"] == ((rank_programs.VOCAB, rank_programs.WIDTH), rank_programs.VOCAB * rank_programs.WIDTH)
         assert one["mean"] == pytest.approx(one["made"]["state"]["blocks.0.up.weight"].mean().item(), rel=1e-4)
         assert {"model-part-00001-of-00002.safetensors", "model-part-00002-of-00002.safetensors"} < {*one["files"]}
