@@ -16,6 +16,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* AddressSanitizer or ThreadSanitizer: all is several times slower, and memory has a shadow. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#else
+#define SANITIZED 0
+#endif
+
 #define CHECK(condition)                                                                      \
   do {                                                                                        \
     if (!(condition)) {                                                                       \

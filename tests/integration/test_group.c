@@ -11,11 +11,7 @@
 /* Ranks wait it out for one that stops or leaves the order; for one that is killed they must not. */
 #define DEADLINE_NS UINT64_C(6000000000)
 /* After a rank has failed, all others have an error within this time; sanitizers make the rest of the step longer. */
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define LATEST_NS UINT64_C(30000000000)
-#else
-#define LATEST_NS UINT64_C(10000000000)
-#endif
+#define LATEST_NS (SANITIZED ? UINT64_C(30000000000) : UINT64_C(10000000000))
 
 /* ---- tests */
 /* The process becomes all ranks; each makes its configuration of the group by config_of(user, rank). */

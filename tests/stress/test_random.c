@@ -207,11 +207,6 @@ static void hangs(int signal) {
 }
 
 /* A fault names the program too. Sanitizers keep faults to themselves: under them each program is named as it begins. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { SANITIZED = 1 };
-#else
-enum { SANITIZED = 0 };
-#endif
 static void faults(int number) {
   char text[sizeof seed_rest + 160];
   size_t n = (size_t)snprintf(text, 100, "test_random: fault in the program of seed %" PRIu64 "\n", running_seed);

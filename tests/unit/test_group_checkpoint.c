@@ -931,11 +931,7 @@ static bool killed_at(uint32_t ranks, uint64_t at) { /* true: the new checkpoint
   clear_dir();
   return is_new;
 }
-#if defined __SANITIZE_THREAD__ || defined __SANITIZE_ADDRESS__
-enum { KILLS_APART = 10 }; /* each takes several processes, which are slow to start there */
-#else
-enum { KILLS_APART = 2 };
-#endif
+enum { KILLS_APART = SANITIZED ? 10 : 2 }; /* each takes several processes, which are slow to start under sanitizers */
 static void test_a_rank_killed_anywhere_leaves_one_checkpoint(void) {
   CHECK(!prctl(PR_SET_CHILD_SUBREAPER, 1));
   shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -12,11 +12,6 @@
 #include "fake_nccl.h"
 #include "process.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#else
-#define SANITIZED 0
-#endif
 enum { GPUS = 2, SCALE = 32 /* chunks of 2 MiB, the least on a GPU */, LAYERS_SCALE = 8 };
 #define LONG_NS UINT64_C(60000000000)  /* no test waits for it */
 #define SHORT_NS UINT64_C(1500000000)  /* waited out; what must succeed within it may be slow */

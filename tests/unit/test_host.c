@@ -24,11 +24,6 @@
 #include "host/reserve.h"
 #include "host/topology.h"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#else
-#define SANITIZED 0
-#endif
 #define KIB UINT64_C(1024)
 #define MIB (KIB * KIB)
 #define GIB (KIB * MIB)
