@@ -251,17 +251,25 @@ static uint32_t awaited_in_the_end(const shared_t *s, uint32_t peer, int *channe
   return peer;
 }
 
+/* Whether a rank that has written so many pieces has written this one. By their distance, as the numbers wrap. */
+static bool has_reached(uint32_t written, uint32_t piece) { return (int32_t)(written - piece) >= 0; }
+
 /* What a rank looks for each time it has waited for `peer` in vain. */
-static gemini_status_t look(shared_t *s, int channel, const call_t *call, uint32_t peer, uint64_t begin_ns) {
+static gemini_status_t look(shared_t *s, int channel, const call_t *call, uint32_t peer, uint32_t piece,
+                            uint64_t begin_ns) {
   gemini_status_t status = failure(s->region);
   if (status) return status;
   const member_t *member = &s->region->members[peer];
   char ours[192], theirs[192], notes[256], between[48] = "";
   say_call(call, s->number[channel], ours);
-  if (atomic_load_explicit(&member->state, memory_order_acquire) == LEFT)
-    return fail_all(s, "rank %u has left the group; rank %u waits for it in %s", peer, s->rank, ours);
-  if (has_ended(member->pid, member->start))
+  const bool left = atomic_load_explicit(&member->state, memory_order_acquire) == LEFT;
+  if (left || has_ended(member->pid, member->start)) {
+    /* The piece may be the last thing that it wrote, after this rank read `written`. */
+    const uint32_t written = atomic_load_explicit(&s->posts[channel][peer].written, memory_order_acquire);
+    if (has_reached(written, piece)) return GEMINI_OK;
+    if (left) return fail_all(s, "rank %u has left the group; rank %u waits for it in %s", peer, s->rank, ours);
     return fail_all(s, "rank %u (process %u) has ended; rank %u waits for it in %s", peer, member->pid, s->rank, ours);
+  }
   if (gmi_now_ns() - begin_ns < s->deadline_ns) return GEMINI_OK;
   const uint32_t last = awaited_in_the_end(s, peer, &channel);
   const post_t *post = &s->posts[channel][last];
@@ -272,19 +280,19 @@ static gemini_status_t look(shared_t *s, int channel, const call_t *call, uint32
                   say_call(&post->call[newest], post->number[newest], theirs), say_notes(s, notes));
 }
 
-/* Waits until a peer has written the piece. Pieces are compared by their distance, as their numbers wrap. */
 static gemini_status_t wait_for(shared_t *s, int channel, const call_t *call, uint32_t peer, uint32_t piece) {
   _Atomic uint32_t *written = &s->posts[channel][peer].written, *awaits = &s->posts[channel][s->rank].awaits;
   uint64_t begin_ns = 0;
-  uint32_t value;
-  while ((int32_t)((value = atomic_load_explicit(written, memory_order_acquire)) - piece) < 0) {
+  uint32_t value = atomic_load_explicit(written, memory_order_acquire);
+  while (!has_reached(value, piece)) {
     if (!begin_ns) {
       begin_ns = gmi_now_ns();
       atomic_store_explicit(awaits, peer + 1, memory_order_relaxed);
     }
-    gemini_status_t status = look(s, channel, call, peer, begin_ns);
+    gemini_status_t status = look(s, channel, call, peer, piece, begin_ns);
     if (status) return status;
     futex_wait(written, value);
+    value = atomic_load_explicit(written, memory_order_acquire);
   }
   if (begin_ns) atomic_store_explicit(awaits, 0, memory_order_relaxed);
   return GEMINI_OK;

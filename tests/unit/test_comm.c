@@ -1,10 +1,13 @@
 /* Communicators over shared memory: what they compute, and what happens when a rank does other than the others.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdarg.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 
 #include "comm/comm.h"
 #include "comm_world.h"
@@ -424,6 +427,58 @@ static void test_ranks_that_leave_or_give_up_are_named(void) {
   comm_world_threads(3, gives_up, NULL);
 }
 
+/* ---- ranks that end right after their last piece, while another one looks whether they run */
+static void (*before_open)(const char *path); /* called before any file is opened */
+int open(const char *path, int flags, ...) {
+  va_list args;
+  va_start(args, flags);
+  const int mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(args, int) : 0;
+  va_end(args);
+  if (before_open) before_open(path);
+  return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+static struct {
+  _Atomic uint32_t asked; /* in memory of both processes */
+  pid_t rank_1;
+} *parting;
+static void let_rank_1_end(const char *path) {
+  char stat[32];
+  snprintf(stat, sizeof stat, "/proc/%d/stat", (int)parting->rank_1);
+  if (strcmp(path, stat)) return;
+  siginfo_t end;
+  atomic_store(&parting->asked, 1);
+  CHECK(!waitid(P_PID, (id_t)parting->rank_1, &end, WEXITED | WNOWAIT)); /* its end is read by the caller */
+}
+static void ends_after_its_last_piece(gmi_comm_t *c, void *user) {
+  uint8_t all[2 * 8] = { 0 };
+  if (c->rank) {
+    parting->rank_1 = getpid();
+    CHECK_EQ(c->ops->exchange(c->self, "", 1, all, "who"), GEMINI_OK);
+    while (!atomic_load(&parting->asked)) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+  } else {
+    CHECK_EQ(c->ops->exchange(c->self, "", 1, all, "who"), GEMINI_OK);
+    before_open = let_rank_1_end;
+  }
+  memset(all + 8 * (int)c->rank, (int)c->rank + 1, 8);
+  CHECK_EQ(c->ops->all_gather(c->self, all, 8, NULL, "last"), GEMINI_OK);
+  before_open = NULL;
+  for (int i = 0; i < 16; i++) CHECK_EQ(all[i], 1 + i / 8);
+  if (c->rank && user) _exit(0); /* as if killed */
+  CHECK(c->rank || atomic_load(&parting->asked));
+}
+static void test_a_rank_that_ends_after_its_part_fails_nobody(void) {
+  parting = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(parting != MAP_FAILED);
+  for (int killed = 0; killed < 2; killed++) {
+    pid_t pids[2];
+    memset(parting, 0, sizeof *parting);
+    comm_world_processes(2, COMM_WORLD_DEADLINE_NS, ends_after_its_last_piece, killed ? parting : NULL, pids);
+    expect_children(pids, 2);
+  }
+  munmap(parting, 4096);
+}
+
 /* ---- ranks that are killed. The victim works until it is killed; the others must fail, and name it. */
 typedef struct {
   int what;
@@ -595,6 +650,7 @@ int main(void) {
   RUN(test_calls_that_differ_name_both_sides);
   RUN(test_a_rank_that_stays_away_is_named_at_the_deadline);
   RUN(test_ranks_that_leave_or_give_up_are_named);
+  RUN(test_a_rank_that_ends_after_its_part_fails_nobody);
   RUN(test_a_killed_rank_is_named_by_all_others);
   RUN(test_ids_and_ranks_that_do_not_fit_are_refused);
   RUN(test_a_rank_joins_once);
