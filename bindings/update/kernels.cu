@@ -294,7 +294,7 @@ __device__ __forceinline__ uint32_t encode_variance(float value, float scale, ui
   uint32_t code = ((uint32_t)__float2int_rz(__fadd_rn(__fmul_rn(place, 65536.0f), 0.5f)) + random) >> 16;
   if (code < (coarse ? 1 : 2)) code = coarse ? 1 : 2;
   if (coarse) code <<= 1;
-  return value == 0 ? 0 : code;
+  return value > 0 ? code : 0;
 }
 /* The scale of a block, from the codes that its threads have; all of them call this. */
 __device__ __forceinline__ float scale_of_codes(uint32_t code, uint32_t *shared) {

@@ -124,9 +124,38 @@ static void test_kernels_of_blocks_equal_plain(void) {
   }
 }
 
+/* States of any bits: scales below 0 among them, infinite ones and NaN. */
+static void test_kernels_of_states_of_any_bits_equal_plain(void) {
+  static const uint32_t states[] = { BLOCK8, F32, BF16 };
+  uint64_t random = 5;
+  uint32_t below = 0;
+  for (uint32_t i = 0; i < 9 * 8; i++) {
+    gemini_adamw_t c = GEMINI_ADAMW_INIT;
+    c.flags = i / 9 & 1 ? GEMINI_ADAMW_SPLIT : 0;
+    c.param_dtype = BF16;
+    c.grad_dtype = i / 9 & 2 ? BF16 : F32;
+    c.momentum_dtype = states[i % 3], c.variance_dtype = states[i / 3 % 3];
+    c.seed = i;
+    start_with(&c, i);
+    for (int array = MOMENTUM; array <= VARIANCE; array++)
+      for (uint64_t e = 0; e < CAPACITY; e++) {
+        const uint32_t bits = bits_of(random_float(&random, 0.5f, true));
+        expected.arrays[array][e] = array == VARIANCE && i / 36 ? bits & 0x7f7f7f7f : bits;
+      }
+    actual = expected;
+    for (uint32_t block = 1; block < 3; block++) below += ((uint8_t *)expected.arrays[VARIANCE])[256 * block + 15] & 1;
+    fill(&expected, c.grad_dtype, i, 1, 10, 2000);
+    memcpy(actual.arrays[GRAD], expected.arrays[GRAD], sizeof actual.arrays[GRAD]);
+    step(&c, 256, 256 * 2);
+    check_same(&c);
+  }
+  CHECK(below > 10);
+}
+
 int main(void) {
   CHECK_EQ(gemini_update_force_isa("plain"), GEMINI_OK);
   RUN(test_kernels_of_ordinary_and_narrow_states_equal_plain);
   RUN(test_kernels_of_blocks_equal_plain);
+  RUN(test_kernels_of_states_of_any_bits_equal_plain);
   return check_done();
 }
