@@ -164,7 +164,9 @@ def train_plain(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument(
+        "--width", type=int, default=None, help="128, with --cuda 512: a GPU's chunks have 2 MiB at least"
+    )
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
@@ -177,6 +179,8 @@ def main():
     parser.add_argument("--no-compare", action="store_true", help="do not train in plain JAX, too")
     parser.add_argument("--tolerance", type=float, default=1e-6, help="of losses, relative")
     args = parser.parse_args()
+    if args.width is None:
+        args.width = 512 if args.cuda else 128
     if not args.cuda:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round products to 11 bits
