@@ -10,6 +10,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -40,7 +41,8 @@ typedef struct {
   gemini_arena_t params, grads;
   gemini_tensor_t *param, *grad; /* [chunks] */
   uint8_t *ring, *host;          /* the ring's frames and this rank's slices, of the bench's own */
-  gmi_fence_t *done;             /* [frames] behind the last use of each frame of the ring */
+  uint64_t host_bytes;
+  gmi_fence_t *done; /* [frames] behind the last use of each frame of the ring */
 } rank_t;
 
 static int fail(const rank_t *k, const char *what) {
@@ -90,19 +92,33 @@ static bool open_arenas(rank_t *k) {
   return true;
 }
 
+/* Memory for the ring's slices: page-locked as a whole, as a GPU's copy must lie within one lock. */
+static bool open_host(rank_t *k) {
+  gmi_manager_t *m = gmi_manager_get(k->mgr);
+  k->host_bytes = k->o->chunks * (k->o->chunk / k->o->ranks + k->o->chunk % k->o->ranks + 65536);
+  void *host = mmap(NULL, k->host_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (host == MAP_FAILED) return false;
+  k->host = host;
+  return !m->device.ops->memory.host_lock(m->device.self, host, k->host_bytes);
+}
+static bool close_host(rank_t *k) {
+  gmi_manager_t *m = gmi_manager_get(k->mgr);
+  return !m->device.ops->memory.host_unlock(m->device.self, k->host, k->host_bytes) && !munmap(k->host, k->host_bytes);
+}
+
 /* The manager has frames for both rings: the bench's own, and as many for what is gathered, beside a chunk of
  * parameters and one of gradients. */
 static bool open_rank(rank_t *k, const gemini_group_id_t *id) {
   const options_t *o = k->o;
   gemini_config_t c = GEMINI_CONFIG_INIT;
   gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
-  void *ring, *host;
+  void *ring;
   c.device = o->device ? GEMINI_DEVICE_CUDA : GEMINI_DEVICE_SIMULATED;
   c.device_ordinal = o->device ? k->rank : 0;
   c.chunk_bytes = o->chunk;
   c.placement = GEMINI_PLACEMENT_CPU; /* slices stay on the host, from where the ring takes its own, too */
   c.device_bytes = (3 * o->frames + 4) * o->chunk;
-  c.host_bytes = (2 * o->chunks + 8) * o->chunk;
+  c.host_bytes = (o->chunks + 8) * o->chunk;
   group.id = id;
   group.rank = k->rank;
   group.ranks = (uint32_t)o->ranks;
@@ -111,11 +127,9 @@ static bool open_rank(rank_t *k, const gemini_group_id_t *id) {
   k->done = calloc(o->frames, sizeof *k->done);
   if (!k->param || !k->grad || !k->done || gemini_manager_open(&c, &k->mgr) ||
       gemini_stream_create(k->mgr, &k->stream) || gemini_group_open(k->mgr, &group, &k->group) || !open_arenas(k) ||
-      gemini_alloc(k->mgr, o->frames * o->chunk, k->stream, &ring) ||
-      gemini_host_alloc(k->mgr, o->chunks * (o->chunk / o->ranks + o->chunk % o->ranks + 65536), 4096, &host))
+      gemini_alloc(k->mgr, o->frames * o->chunk, k->stream, &ring) || !open_host(k))
     return false;
   k->ring = ring;
-  k->host = host;
   return true;
 }
 
@@ -294,7 +308,7 @@ static int run_rank(const options_t *o, uint32_t rank, const gemini_group_id_t *
       rates[ring][kind] = (double)(o->chunks * o->chunk) / seconds[ring][kind][o->passes / 2];
     }
   if (!meet(&k) || (!rank && !print_row(&k, rates))) return fail(&k, "cannot print");
-  if (gemini_free(k.mgr, k.ring, k.stream) || gemini_host_free(k.mgr, k.host) || gemini_manager_close(k.mgr))
+  if (gemini_free(k.mgr, k.ring, k.stream) || !close_host(&k) || gemini_manager_close(k.mgr))
     return fail(&k, "cannot close");
   free(k.param);
   free(k.grad);

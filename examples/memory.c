@@ -402,13 +402,20 @@ void memory_free(memory_t *memory, void *ptr) {
   }
 }
 
+/* A block that a GPU's copy may take as a whole (gemini_host_alloc()); larger ones would be copied in pieces. */
+static uint64_t alignment_for(uint64_t bytes) {
+  uint64_t alignment = 64;
+  while (alignment < bytes && alignment < UINT64_C(1) << 20) alignment *= 2;
+  return alignment;
+}
+
 void *memory_host_alloc(memory_t *memory, uint64_t bytes) {
   void *ptr = NULL;
   if (memory->failed) return NULL;
   if (memory->host_block_count == (int)(sizeof memory->host_blocks / sizeof *memory->host_blocks)) {
     memory_fail(memory, "too many blocks of host memory");
   } else if (memory->managed) {
-    memory_check(memory, gemini_host_alloc(memory->manager, bytes, 0, &ptr));
+    memory_check(memory, gemini_host_alloc(memory->manager, bytes, alignment_for(bytes), &ptr));
   } else if ((ptr = memory->device->host_alloc(bytes)) == NULL) {
     memory_fail(memory, "out of memory for host blocks");
   }

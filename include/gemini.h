@@ -773,6 +773,9 @@ GEMINI_API gemini_status_t gemini_alloc(gemini_manager_t mgr, uint64_t size_byte
 GEMINI_API gemini_status_t gemini_free(gemini_manager_t mgr, void *ptr, gemini_stream_t stream);
 /** Allocates page-locked host memory from the host budget, for staging, for activations kept on the host, for small
  *  tensors. Chunks make room for it. The bytes are undefined.
+ *  For a GPU it is page-locked in parts that begin at multiples of 1 MiB, and the driver refuses a copy across two of
+ *  them (CUDA_ERROR_INVALID_VALUE): split copies at multiples of 1 MiB, or give a small block an alignment that is not
+ *  below its size.
  *  @param alignment  a power of two up to 2 MiB; 0 = 16
  *  @param ptr_out  transferred to the caller; end with gemini_host_free(), or with the manager
  *  @retval GEMINI_ERR_OOM_HOST  the budget has no room, or chunks acquired on the host lie in the way

@@ -41,7 +41,7 @@
 enum { THREADS_LIMIT = 64, AGAIN_PAUSE_NS = 1000000 };
 #define NS_PER_S UINT64_C(1000000000)
 #define AGAIN_NS (2 * NS_PER_S)
-#define ALIGN_BYTES (UINT64_C(64) << 10) /* size of the smallest chunk, and a multiple of the heap's unit */
+#define ALIGN_BYTES (UINT64_C(1) << 20)  /* as gemini_host_alloc() says; a multiple of the smallest chunk */
 #define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
 #define SHARE_BYTES (UINT64_C(64) << 20) /* for each thread at least: more threads cost more than they save */

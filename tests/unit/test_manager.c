@@ -325,6 +325,28 @@ static void test_manager_without_a_handle_left_is_told_from_too_many(void) {
   world_close(&w);
 }
 
+/* A GPU's copy must lie within one part of host memory: gemini_host_alloc() says how a caller keeps to that. */
+static void test_parts_of_host_memory_begin_where_the_header_says(void) {
+  const uint64_t mib = UINT64_C(1) << 20, chunks[] = { 65536, 2 * mib };
+  for (int i = 0; i < 2; i++)
+    for (uint64_t host_bytes = 8 * mib; host_bytes <= 512 * mib; host_bytes *= 8) { /* small pages, huge ones */
+      gemini_config_t c = GEMINI_CONFIG_INIT;
+      gemini_manager_t mgr;
+      c.device_bytes = 8 * mib, c.host_bytes = host_bytes, c.chunk_bytes = chunks[i];
+      CHECK_OK(gemini_manager_open(&c, &mgr));
+      const gmi_manager_t *m = gmi_manager_get(mgr);
+      CHECK_EQ((uintptr_t)m->host.base % mib, 0);
+      CHECK_EQ(m->host.part_bytes % mib, 0);
+      for (uint64_t size = 4096; size <= mib; size *= 2) {
+        void *block;
+        CHECK_OK(gemini_host_alloc(mgr, size - 5, size, &block));
+        const uint64_t at = (uint64_t)((uint8_t *)block - m->host.base);
+        CHECK_EQ(at / m->host.part_bytes, (at + size - 6) / m->host.part_bytes);
+      }
+      CHECK_OK(gemini_manager_close(mgr));
+    }
+}
+
 int main(void) {
   RUN(test_handles_of_closed_managers_stay_dead);
   RUN(test_numbers_whose_generations_are_used_up_are_not_given_again);
@@ -335,5 +357,6 @@ int main(void) {
   RUN(test_the_first_failure_of_asynchronous_work_is_reported);
   RUN(test_a_batch_that_the_device_refuses_does_not_blame_the_budget);
   RUN(test_manager_without_a_handle_left_is_told_from_too_many);
+  RUN(test_parts_of_host_memory_begin_where_the_header_says);
   return check_done();
 }
