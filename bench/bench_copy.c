@@ -116,7 +116,7 @@ int main(int argc, char **argv) {
       return fail("no context");
     for (int d = 0; d < 2; d++) {
       void *native;
-      if (b.ops->stream.create(b.device, &b.streams[d]) || b.ops->stream.native(b.device, b.streams[d], &native))
+      if (b.ops->stream.create(b.device, false, &b.streams[d]) || b.ops->stream.native(b.device, b.streams[d], &native))
         return fail("no stream");
       b.natives[d] = native;
     }

@@ -28,7 +28,7 @@ static void sleep_ns(uint64_t ns) {
 }
 static uint32_t stream_new(void) {
   uint32_t stream;
-  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, false, &stream), GEMINI_OK);
   return stream;
 }
 static uint64_t mark_new(uint32_t stream) {

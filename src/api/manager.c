@@ -222,9 +222,9 @@ gemini_status_t gmi_manager_make(const gemini_config_t *theirs, bool plans_only,
                         (unsigned long long)usable, (unsigned long long)least);
   }
   gmi_lock(m, "gemini_manager_open");
-  if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_in(m)->stream);
-  if (!status) status = gmi_stream_open(m, true, NULL, &gmi_link_out(m)->stream);
-  if (!status) status = gmi_stream_open(m, true, NULL, &m->update.stream);
+  if (!status) status = gmi_stream_open(m, GMI_STREAM_INTERNAL, NULL, &gmi_link_in(m)->stream);
+  if (!status) status = gmi_stream_open(m, GMI_STREAM_INTERNAL, NULL, &gmi_link_out(m)->stream);
+  if (!status) status = gmi_stream_open(m, GMI_STREAM_INTERNAL, NULL, &m->update.stream);
   if (!status) status = gmi_host_open(m);
   if (!status && !plans_only) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);

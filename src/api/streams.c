@@ -14,7 +14,7 @@ static gemini_status_t stream_create(gmi_manager_t *m, void *const *native, gemi
   if (native) /* a stream that a hook has adopted becomes the caller's: one native stream has one index */
     for (index = 0; index < GMI_DEVICE_MAX_STREAMS; index++)
       if (m->streams[index].hooked && gmi_stream_is_native(&m->streams[index], *native)) break;
-  if (index == GMI_DEVICE_MAX_STREAMS) status = gmi_stream_open(m, false, native, &index);
+  if (index == GMI_DEVICE_MAX_STREAMS) status = gmi_stream_open(m, GMI_STREAM_CALLERS, native, &index);
   else m->streams[index].hooked = false;
   if (!status) *stream_out = gmi_handle(m, GMI_HANDLE_STREAM, m->streams[index].generation, index);
   gmi_unlock(m);

@@ -175,10 +175,12 @@ static void group_free(gmi_group_t *g) {
   free(g);
 }
 
+/* Urgent: a collective's kernel that is begun late on one rank keeps those of the others waiting on their GPUs, where
+ * they take room from the operators. */
 static gemini_status_t streams_open(gmi_manager_t *m, gmi_group_t *g) {
-  gemini_status_t status = gmi_stream_open(m, true, NULL, &g->gather_stream);
+  gemini_status_t status = gmi_stream_open(m, GMI_STREAM_URGENT, NULL, &g->gather_stream);
   if (status) return status;
-  status = gmi_stream_open(m, true, NULL, &g->reduce_stream);
+  status = gmi_stream_open(m, GMI_STREAM_URGENT, NULL, &g->reduce_stream);
   if (status) {
     (void)gmi_stream_end(m, g->gather_stream);
     return status;

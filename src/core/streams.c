@@ -155,7 +155,8 @@ void gmi_stream_leave(gmi_manager_t *m, uint32_t index) {
 }
 
 /* native: address of the caller's own stream, which is adopted; NULL creates a new stream. */
-gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out) {
+gemini_status_t gmi_stream_open(gmi_manager_t *m, gmi_stream_kind_t kind, void *const *native, uint32_t *index_out) {
+  const bool internal = kind != GMI_STREAM_CALLERS;
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t open = 0;
   for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) open += m->streams[i].life && !m->streams[i].internal;
@@ -163,7 +164,7 @@ gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *na
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%u streams exist, the limit is %d", open, GMI_STREAMS_LIMIT);
   uint32_t index;
   gemini_status_t status = native ? m->device.ops->stream.adopt(m->device.self, *native, &index)
-                                  : m->device.ops->stream.create(m->device.self, &index);
+                                  : m->device.ops->stream.create(m->device.self, kind == GMI_STREAM_URGENT, &index);
   if (status && native)
     return gmi_fail_device(status, "device %s could not adopt the stream %p", m->device.ops->name, *native);
   if (status) return gmi_fail_device(status, "device %s could not create a stream", m->device.ops->name);
@@ -262,7 +263,7 @@ gemini_status_t gmi_stream_of_native(gmi_manager_t *m, void *native, bool may_bl
       if (!may_block) return GEMINI_ERR_BUSY;
       status = gmi_stream_end(m, oldest);
     }
-    if (!status) status = gmi_stream_open(m, false, &native, &index);
+    if (!status) status = gmi_stream_open(m, GMI_STREAM_CALLERS, &native, &index);
     if (!status) m->streams[index].hooked = true, m->streams[index].used = ++m->hook.clock;
   }
   if (status) return status;

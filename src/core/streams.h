@@ -16,8 +16,10 @@ static inline bool gmi_stream_find(gmi_manager_t *m, gemini_stream_t stream, uin
 gemini_status_t gmi_stream_enter(gmi_manager_t *m, gemini_stream_t stream, uint32_t *index_out);
 void gmi_stream_leave(gmi_manager_t *m, uint32_t index);
 enum { GMI_STREAMS_LIMIT = 48 }; /* streams open at once, not counting the library's own */
+/* Whose a new stream is: a caller's, the library's, the library's with kernels that must not wait behind others'. */
+typedef enum { GMI_STREAM_CALLERS, GMI_STREAM_INTERNAL, GMI_STREAM_URGENT } gmi_stream_kind_t;
 /* native: address of the caller's own stream, which is adopted; NULL creates a new stream. Lock held. */
-gemini_status_t gmi_stream_open(gmi_manager_t *m, bool internal, void *const *native, uint32_t *index_out);
+gemini_status_t gmi_stream_open(gmi_manager_t *m, gmi_stream_kind_t kind, void *const *native, uint32_t *index_out);
 /* Is this the stream that the GPU's API calls native, and does the caller know it by that name? A native stream must
  * not get a second index: the two would wait for each other. */
 bool gmi_stream_is_native(const gmi_stream_t *s, const void *native);

@@ -228,7 +228,7 @@ gemini_status_t gmi_cuda_sums_new(cuda_t *cuda, sum_batch_t **batch_out);
 void gmi_cuda_queue_end(cuda_t *cuda, queue_t *queue);
 gemini_status_t gmi_cuda_queue_begin_sum(cuda_t *cuda, uint32_t index, queue_t *queue);
 gemini_status_t gmi_cuda_queue_begin(cuda_t *cuda, uint32_t index, queue_t *queue);
-gemini_status_t gmi_cuda_stream_create(void *self, uint32_t *stream_out);
+gemini_status_t gmi_cuda_stream_create(void *self, bool urgent, uint32_t *stream_out);
 gemini_status_t gmi_cuda_stream_adopt(void *self, void *native, uint32_t *stream_out);
 gemini_status_t gmi_cuda_stream_renew(void *self, uint32_t index, bool may_block);
 gemini_status_t gmi_cuda_stream_native(void *self, uint32_t index, void **native_out);

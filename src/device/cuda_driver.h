@@ -67,6 +67,7 @@ enum {                                            /* CUdevice_attribute */
        CU_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122
 };
 
+enum { CU_STREAM_HIGHEST_PRIORITY = -1000 };       /* the driver takes the nearest that the GPU has */
 enum { CU_STREAM_NON_BLOCKING_FLAG = 1 };          /* CUstream_flags: no ordering with the legacy default stream */
 #define CU_STREAM_PER_THREAD_HANDLE ((uintptr_t)2) /* CU_STREAM_PER_THREAD: another stream in each thread */
 enum { CU_EVENT_NO_TIME = 2 };                     /* CUevent_flags: CU_EVENT_DISABLE_TIMING */
@@ -126,6 +127,7 @@ typedef struct cu_access { /* CUmemAccessDesc */
   X(host_register, "cuMemHostRegister_v2", (void *host, size_t size_bytes, unsigned flags))                            \
   X(host_unregister, "cuMemHostUnregister", (void *host))                                                              \
   X(stream_create, "cuStreamCreate", (cu_stream_t * stream_out, unsigned flags))                                       \
+  X(stream_create_priority, "cuStreamCreateWithPriority", (cu_stream_t * stream_out, unsigned flags, int priority))    \
   X(stream_destroy, "cuStreamDestroy_v2", (cu_stream_t stream))                                                        \
   X(stream_capturing, "cuStreamIsCapturing", (cu_stream_t stream, int *status_out))                                    \
   X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int *mode))                                                    \

@@ -76,8 +76,9 @@ typedef struct gmi_device_ops {
 
   /* Streams, their marks, and waits. */
   struct {
-    /* OOM_SYSTEM when GMI_DEVICE_MAX_STREAMS exist. */
-    gemini_status_t (*create)(void *self, uint32_t *stream_out);
+    /* urgent: where kernels of several streams wait for room on the device, this one's are begun first; the simulated
+     * device runs all beside each other. OOM_SYSTEM when GMI_DEVICE_MAX_STREAMS exist. */
+    gemini_status_t (*create)(void *self, bool urgent, uint32_t *stream_out);
     /* Blocks until the stream is idle. Its index may be given to a new stream, whose marks continue the old numbers. */
     gemini_status_t (*destroy)(void *self, uint32_t stream);
     /* Gives an index to a stream of the caller's (a cudaStream_t or CUstream of the device's primary context; NULL is

@@ -307,8 +307,9 @@ static gemini_status_t stream_start(stream_t *stream) {
 
 /* Starts a thread for the lowest free index. A record that an earlier stream left is used again: it is idle, and its
  * failure is cleared. */
-static gemini_status_t sim_stream_create(void *self, uint32_t *stream_out) {
+static gemini_status_t sim_stream_create(void *self, bool urgent, uint32_t *stream_out) {
   sim_t *sim = self;
+  (void)urgent;
   if (!stream_out) return GEMINI_ERR_INVALID;
   gemini_status_t status = GEMINI_OK;
   bool unused = false;

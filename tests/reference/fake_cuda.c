@@ -73,11 +73,13 @@ struct cu_context {
   int device, retained;
   struct cu_stream *null_stream;
 };
+enum { HIGHEST_PRIORITY = -5 }; /* of streams, as GPUs have it */
 struct cu_stream {
   struct cu_stream *next;
   struct cu_context *context;
   struct channel *channel;
   unsigned long long id; /* unlike the address, never given again */
+  int priority;          /* 0, or below: more urgent */
   bool destroyed, capturing;
   struct cu_graph *capture; /* into which the stream's work goes, or NULL */
   ends_t ends;              /* what its next node follows */
@@ -789,8 +791,7 @@ API cu_result_t cuMemHostUnregister(void *base) {
 
 /* --- streams and events --- */
 
-API cu_result_t cuStreamCreate(cu_stream_t *stream_out, unsigned flags) {
-  BEGIN("cuStreamCreate", true);
+static cu_result_t stream_create(cu_stream_t *stream_out, unsigned flags, int priority) {
   if (flags & ~1u) return end(CU_INVALID_VALUE);
   struct cu_stream *stream = stream_make(current, streams_made++), *gone = NULL;
   if (!stream) return end(CU_OUT_OF_MEMORY);
@@ -804,10 +805,20 @@ API cu_result_t cuStreamCreate(cu_stream_t *stream_out, unsigned flags) {
     stream = gone;
   }
   stream->id = ++stream_ids;
+  stream->priority = priority < HIGHEST_PRIORITY ? HIGHEST_PRIORITY : priority > 0 ? 0 : priority;
   live[LIVE_STREAM]++;
   *stream_out = stream;
   return end(CU_SUCCESS);
 }
+API cu_result_t cuStreamCreate(cu_stream_t *stream_out, unsigned flags) {
+  BEGIN("cuStreamCreate", true);
+  return stream_create(stream_out, flags, 0);
+}
+API cu_result_t cuStreamCreateWithPriority(cu_stream_t *stream_out, unsigned flags, int priority) {
+  BEGIN("cuStreamCreateWithPriority", true);
+  return stream_create(stream_out, flags, priority);
+}
+API int fake_cuda_stream_priority(const struct cu_stream *stream) { return stream ? stream->priority : 0; }
 API cu_result_t cuStreamDestroy_v2(cu_stream_t stream) {
   BEGIN("cuStreamDestroy", true);
   if (!stream || stream->destroyed || stream->capture) return misuse();
@@ -1174,6 +1185,7 @@ void *fake_cuda_symbol(const char *name) {
 #define FAKE_host_register cuMemHostRegister_v2
 #define FAKE_host_unregister cuMemHostUnregister
 #define FAKE_stream_create cuStreamCreate
+#define FAKE_stream_create_priority cuStreamCreateWithPriority
 #define FAKE_stream_destroy cuStreamDestroy_v2
 #define FAKE_stream_capturing cuStreamIsCapturing
 #define FAKE_capture_mode cuThreadExchangeStreamCaptureMode

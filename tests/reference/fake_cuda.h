@@ -51,6 +51,9 @@ void fake_cuda_graph_nodes(const struct cu_graph *graph, uint32_t *copies_out, u
 /* How this thread's captures of graphs bear with others' calls (CUstreamCaptureMode); 0 = not at all. */
 int fake_cuda_capture_mode(void);
 
+/* As the driver has it: 0, or below for streams whose kernels are begun first. */
+int fake_cuda_stream_priority(const struct cu_stream *stream);
+
 /* For a stand-in of another library. Queues a kernel, which runs until step(user) returns true; it is called again and
  * again on a thread of the stream's, which may wait a little in it. Returns what cuLaunchKernel() would. */
 struct cu_stream;

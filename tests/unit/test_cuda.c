@@ -35,7 +35,7 @@ static void device_close(void *device) {
 }
 static uint32_t stream_new(void *device) {
   uint32_t stream;
-  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, false, &stream), GEMINI_OK);
   return stream;
 }
 static uint64_t mark_new(void *device, uint32_t stream) {
@@ -184,7 +184,7 @@ static void test_cuda_operations_leave_the_threads_context_alone(void) {
     KEEPS(ops->memory.reserve(device, GRANULE, &base));
     KEEPS(ops->memory.frame_create(device, GRANULE, &frame));
     KEEPS(ops->memory.map(device, base, frame, GRANULE));
-    KEEPS(ops->stream.create(device, &stream));
+    KEEPS(ops->stream.create(device, false, &stream));
     KEEPS(ops->stream.wait_flag(device, stream, &flag, 1));
     atomic_store(&flag, 1);
     ops->stream.flag_wake(device);
@@ -250,8 +250,8 @@ static void use_everything(void *device) {
   AGAIN(ops->memory.reserve(device, 2 * GRANULE, &base));
   unsigned char *va = base;
   for (int i = 0; i < 2; i++) AGAIN(ops->memory.frame_create(device, GRANULE, &frames[i]));
-  AGAIN(ops->stream.create(device, &stream));
-  AGAIN(ops->stream.create(device, &other));
+  AGAIN(ops->stream.create(device, false, &stream));
+  AGAIN(ops->stream.create(device, false, &other));
   AGAIN(ops->memory.map(device, va, frames[0], GRANULE));
   AGAIN(ops->queue.copy(device, stream, va, host, GRANULE, GMI_COPY_H2D));
   AGAIN(ops->queue.sum_squares(device, stream, va, GEMINI_DTYPE_BF16, 1000, &sums[0]));
@@ -403,7 +403,7 @@ static void test_cuda_lost_context_ends_every_wait(void) {
   CHECK_EQ(ops->memory.map(device, (unsigned char *)base + GRANULE, frame, GRANULE), GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->memory.unmap(device, base, GRANULE), GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->memory.frame_create(device, GRANULE, &out), GEMINI_ERR_DEVICE);
-  CHECK_EQ(ops->stream.create(device, &index), GEMINI_ERR_DEVICE);
+  CHECK_EQ(ops->stream.create(device, false, &index), GEMINI_ERR_DEVICE);
   CHECK_EQ(ops->stream.mark_time(device, stream, loser.mark, &out), GEMINI_ERR_INVALID);
   CHECK_EQ(out, NOTHING);
   atomic_store(&flag, 1);

@@ -54,7 +54,7 @@ static uint64_t round_up(void *device, uint64_t bytes) {
 
 static uint32_t stream_new(void *device) {
   uint32_t stream = UINT32_MAX;
-  CHECK_EQ(ops->stream.create(device, &stream), GEMINI_OK);
+  CHECK_EQ(ops->stream.create(device, false, &stream), GEMINI_OK);
   CHECK(stream < GMI_DEVICE_MAX_STREAMS);
   return stream;
 }
@@ -385,7 +385,7 @@ static void test_device_streams_are_limited_and_reused(void) {
       last_marks[streams[i]] = mark;
     }
     CHECK_EQ(gmi_fail(GEMINI_ERR_INVALID, 0, "an older failure"), GEMINI_ERR_INVALID);
-    CHECK_EQ(ops->stream.create(device, &stream), GEMINI_ERR_OOM_SYSTEM);
+    CHECK_EQ(ops->stream.create(device, false, &stream), GEMINI_ERR_OOM_SYSTEM);
     CHECK_SAYS(gmi_fail_message(), "64 streams exist, which is the limit");
     CHECK_EQ(stream, 12345);
     for (uint32_t i = 0; i < GMI_DEVICE_MAX_STREAMS; i++) {
@@ -669,7 +669,7 @@ static gemini_status_t held_frame_destroy(held_t *h) { return ops->memory.frame_
 static gemini_status_t held_unreserve(held_t *h) { return ops->memory.unreserve(h->device, h->range, 4 * h->size); }
 static gemini_status_t held_host_lock(held_t *h) { return ops->memory.host_lock(h->device, h->host, h->size); }
 static gemini_status_t held_resize(held_t *h) { return ops->memory.resize(h->device, 64 * MIB); }
-static gemini_status_t held_stream_create(held_t *h) { return ops->stream.create(h->device, &h->made); }
+static gemini_status_t held_stream_create(held_t *h) { return ops->stream.create(h->device, false, &h->made); }
 static gemini_status_t held_stream_destroy(held_t *h) { return ops->stream.destroy(h->device, h->made); }
 static gemini_status_t held_mark(held_t *h) { return ops->stream.mark(h->device, h->held, &h->mark); }
 static gemini_status_t held_mark_untimed(held_t *h) { return ops->stream.mark_untimed(h->device, h->held, &h->mark); }

@@ -6,8 +6,10 @@
 #include "../integration/group_world.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "chunk/group.h"
 #include "comm/comm.h"
 #include "comm/nccl_library.h"
+#include "core/manager.h"
 #include "fake_cuda.h"
 #include "fake_nccl.h"
 #include "process.h"
@@ -505,6 +507,22 @@ static void test_a_function_that_queues_and_fails(void) {
   fakes_end();
 }
 
+/* ---- streams */
+static int priority_of(gmi_manager_t *m, uint32_t stream) {
+  void *native;
+  CHECK_EQ(m->device.ops->stream.native(m->device.self, stream, &native), GEMINI_OK);
+  return fake_cuda_stream_priority(native);
+}
+/* Operators' kernels must not keep a collective's waiting. */
+static void check_urgent(gemini_manager_t mgr, gemini_group_t group) {
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  gmi_lock(m, "check_urgent");
+  const gmi_group_t *g = gmi_group_get(m, group);
+  CHECK(priority_of(m, g->gather_stream) < 0 && priority_of(m, g->reduce_stream) < 0);
+  CHECK_EQ(priority_of(m, m->update.stream), 0);
+  gmi_unlock(m);
+}
+
 /* ---- groups that cannot be opened */
 #define REFUSED(expected, words)                                  \
   do {                                                            \
@@ -581,6 +599,7 @@ static void test_groups_that_do_not_fit_the_gpu_are_refused(void) {
   }
   tables[2].flags = 0;
   CHECK_OK(gemini_group_open(w.mgr, &c, &group));
+  check_urgent(w.mgr, group);
   CHECK_OK(gemini_group_close(w.mgr, group));
   for (int i = 0; i < GEMINI_GROUP_COMMS; i++) qs[i].comm.ops->close(qs[i].comm.self);
   world_close(&w);
