@@ -220,9 +220,9 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
       if (!stream->idle)
         status = gmi_cuda_done(cuda, cuda->driver->event_create(&stream->idle, CU_EVENT_NO_TIME), "cuEventCreate");
       if (!status && !adopted)
-        status = gmi_cuda_done(
-            cuda, cuda->driver->stream_create_priority(&native, CU_STREAM_NON_BLOCKING_FLAG, priority),
-            "cuStreamCreateWithPriority");
+        status =
+            gmi_cuda_done(cuda, cuda->driver->stream_create_priority(&native, CU_STREAM_NON_BLOCKING_FLAG, priority),
+                          "cuStreamCreateWithPriority");
       if (!status) {
         stream->native = native;
         stream->adopted = adopted;

@@ -130,6 +130,9 @@ def test_constants(ask):
 def test_named_values(ask):
     assert set(abi.STATUS.values()) == enumerators("GEMINI_ERR_")
     assert {name.upper() for name in abi.PLACEMENTS} == enumerators("GEMINI_PLACEMENT_")
+    assert {name for name in CONSTANTS if name.startswith("DEVICE_")} == {
+        f"DEVICE_{name}" for name in enumerators("GEMINI_DEVICE_")
+    }
     same(
         ask,
         {
