@@ -205,9 +205,17 @@ static unsigned long long id_of(const cuda_t *cuda, cu_stream_t native) {
   return id;
 }
 
+static gemini_status_t native_create(cuda_t *cuda, bool urgent, cu_stream_t *native_out) {
+  const gmi_cuda_driver_t *driver = cuda->driver;
+  const unsigned flags = CU_STREAM_NON_BLOCKING_FLAG;
+  if (!urgent) return gmi_cuda_done(cuda, driver->stream_create(native_out, flags), "cuStreamCreate");
+  return gmi_cuda_done(cuda, driver->stream_create_priority(native_out, flags, CU_STREAM_HIGHEST_PRIORITY),
+                       "cuStreamCreateWithPriority");
+}
+
 /* Gives the native stream, or a newly created one, a free index. The index's marks continue from where its previous
  * stream left off, so that an old mark never seems unreached. Takes streams_lock, then stream.lock. */
-static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, int priority, uint32_t *stream_out) {
+static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native, bool urgent, uint32_t *stream_out) {
   gemini_status_t status = GEMINI_OK;
   bool unused = false;
   entry_t had = gmi_cuda_enter(cuda);
@@ -219,10 +227,7 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
     if (unused) {
       if (!stream->idle)
         status = gmi_cuda_done(cuda, cuda->driver->event_create(&stream->idle, CU_EVENT_NO_TIME), "cuEventCreate");
-      if (!status && !adopted)
-        status =
-            gmi_cuda_done(cuda, cuda->driver->stream_create_priority(&native, CU_STREAM_NON_BLOCKING_FLAG, priority),
-                          "cuStreamCreateWithPriority");
+      if (!status && !adopted) status = native_create(cuda, urgent, &native);
       if (!status) {
         stream->native = native;
         stream->adopted = adopted;
@@ -243,8 +248,7 @@ static gemini_status_t stream_add(cuda_t *cuda, bool adopted, cu_stream_t native
 }
 
 gemini_status_t gmi_cuda_stream_create(void *self, bool urgent, uint32_t *stream_out) {
-  const int priority = urgent ? CU_STREAM_HIGHEST_PRIORITY : 0;
-  return stream_out ? stream_add(self, false, NULL, priority, stream_out) : GEMINI_ERR_INVALID;
+  return stream_out ? stream_add(self, false, NULL, urgent, stream_out) : GEMINI_ERR_INVALID;
 }
 
 gemini_status_t gmi_cuda_stream_adopt(void *self, void *native, uint32_t *stream_out) {
@@ -261,7 +265,7 @@ gemini_status_t gmi_cuda_stream_adopt(void *self, void *native, uint32_t *stream
     return gmi_cuda_failed(cuda, result, "cuStreamGetCtx");
   if (result != CU_SUCCESS || context != cuda->context)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "the stream belongs to another GPU, or not to its primary context");
-  return stream_add(cuda, true, native, 0, stream_out);
+  return stream_add(cuda, true, native, false, stream_out);
 }
 
 gemini_status_t gmi_cuda_stream_renew(void *self, uint32_t index, bool may_block) {
