@@ -280,6 +280,7 @@ static gemini_status_t look(shared_t *s, int channel, const call_t *call, uint32
                   say_call(&post->call[newest], post->number[newest], theirs), say_notes(s, notes));
 }
 
+/* Waits until a peer has written the piece. */
 static gemini_status_t wait_for(shared_t *s, int channel, const call_t *call, uint32_t peer, uint32_t piece) {
   _Atomic uint32_t *written = &s->posts[channel][peer].written, *awaits = &s->posts[channel][s->rank].awaits;
   uint64_t begin_ns = 0;

@@ -243,10 +243,8 @@ class Session:
         self.holds.recover()
         with self._without_ranks():
             self.backward.leave_function()
-        op_open = True
         with self._without_ranks():
             self.brackets.op_end()
-            op_open = False
         with contextlib.suppress(GeminiError):  # of an update that failed, which the manager's end tells, too
             self.lib.update_wait(self.handle)
         if self.activations:
@@ -255,14 +253,10 @@ class Session:
             self.close_allocator(force)
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        if not op_open:  # otherwise the operator keeps its stream, and both end with the manager
-            for stream in self.holds.streams.values():
-                with self._without_ranks():
-                    self.lib.stream_destroy(self.handle, stream)
         if self.ranks:
             self.ranks.close()
         with self._without_ranks():
-            self.manager.close()
+            self.manager.close()  # and streams, on one of which an operator is open still if ranks failed
         for record in self.records:
             record.unhook()
 
