@@ -82,7 +82,7 @@ arguments.add_argument("--placement", default="auto")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
 arguments.add_argument("--chunk-size", default="0", help="bytes of a chunk; 0: searched")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
-arguments.add_argument("--timeline", default=None, help="of gemini, the last step, to this file")
+arguments.add_argument("--timeline", default=None, help="of gemini (rank 0), the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--hf", action="store_true", help="the module of transformers in the place of the one below")
 arguments.add_argument(
@@ -411,7 +411,7 @@ def main():
         ids = ids[RANK * batch : (RANK + 1) * batch].to(device)
         if gm and step == warmup:
             before = gm.stats()["stall_ns"], gm.session().manager.group_stats(ranks.group) if ranks else {}
-        if gm and options.timeline and step == warmup + steps - 1:
+        if gm and options.timeline and not RANK and step == warmup + steps - 1:
             gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
         measured = cuda and options.system == "gpu" and step >= warmup
         if measured:
@@ -471,7 +471,7 @@ def main():
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if gm:
-        if options.timeline:
+        if options.timeline and not RANK:
             gm.session().lib.timeline_stop(gm.session().handle)
         if options.trace:
             gm.session().lib.trace_save(gm.session().handle, options.trace.encode())
