@@ -22,6 +22,7 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (((c->valid_ & GMI_VALID_HOST) || c->io_) && c->slot_ == GMI_NONE) return false;
   if (c->slot_ != GMI_NONE && m->host.slots[c->slot_].chunk != c) return false;
   if (((c->valid_ & GMI_VALID_FILE) != 0) != (c->block_ != GMI_NONE)) return false;
+  if (c->lazy_zeros_ && !(c->valid_ & GMI_VALID_HOST)) return false;
   if (c->loading_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_USERS) || c->deferred_)) return false;
   if (c->spec_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_WRITERS) || c->host_writers_ || c->loading_)) return false;
   return c->host_writers_ <= c->host_users_ && c->graph_held_ <= c->host_writers_ && c->left_ <= c->deferred_ &&
@@ -102,6 +103,7 @@ void gmi_balance_check(gmi_manager_t *m) { (void)m; }
  * The load before the clear saves an atomic write in the usual case. */
 static void set_valid(gmi_chunk_t *c, uint32_t valid) {
   c->valid_ = (uint8_t)valid;
+  if (!(valid & GMI_VALID_HOST)) c->lazy_zeros_ = 0;
   if (valid == GMI_VALID_DEVICE) atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);
   else if (atomic_load(&c->word_) & GMI_CHUNK_DIRTY) atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);
 }
@@ -478,6 +480,7 @@ static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *fra
   changed(m, c);
 }
 void gmi_chunk_wrote_host(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out) {
+  c->lazy_zeros_ = 0;
   only(m, c, GMI_VALID_HOST, frame_out, block_out);
 }
 void gmi_chunk_zeroed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out) {
@@ -485,6 +488,14 @@ void gmi_chunk_zeroed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uin
 }
 void gmi_chunk_host_valid(gmi_manager_t *m, gmi_chunk_t *c) {
   set_valid(c, c->valid_ | GMI_VALID_HOST);
+  changed(m, c);
+}
+void gmi_chunk_lazy_zeros_write(gmi_manager_t *m, gmi_chunk_t *c, uint8_t *slot) {
+  memset(slot, 0, c->lazy_zeros_);
+  gmi_chunk_lazy_zeros_set(m, c, 0);
+}
+void gmi_chunk_lazy_zeros_set(gmi_manager_t *m, gmi_chunk_t *c, uint64_t bytes) {
+  c->lazy_zeros_ = bytes;
   changed(m, c);
 }
 void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c) {

@@ -41,7 +41,7 @@ enum {
 /* Invariants: valid_ != 0; RESIDENT <=> frame_ != GMI_NONE; DIRTY <=> valid_ == GMI_VALID_DEVICE; VALID_HOST => a slot;
  * VALID_FILE <=> block_ != GMI_NONE; io_ => a slot; host_writers_ => not RESIDENT; host_writers_ <= host_users_;
  * graph_held_ => one of the host_writers_; left_ <= deferred_; loading_ => neither SETTLED, nor device users, nor
- * deferred_; spec_ => neither SETTLED, nor a writer. */
+ * deferred_; lazy_zeros_ => VALID_HOST; spec_ => neither SETTLED, nor a writer. */
 struct gmi_chunk {
   /* Atomic: GMI_CHUNK_* flags and counts. Flags change under the lock only, counts also without it. The increment of an
    * acquire and the decrement of a release are acquire-release operations: a thread that sees a release's decrement
@@ -74,6 +74,7 @@ struct gmi_chunk {
   bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
   bool loading_;              /* a load will write or has written it, and goes on: nothing else may use it */
   gmi_cache_note_t note_;     /* of its uses by operators that are chosen at run time */
+  uint64_t lazy_zeros_;       /* of a valid host copy: its first so many bytes are zeros that gmi_chunk_host() writes */
   struct gmi_spec *spec_;     /* the unit of speculate.c that reads it or is to write it; or NULL */
 };
 
@@ -104,6 +105,7 @@ static inline const gmi_cache_note_t *gmi_chunk_note(const gmi_chunk_t *c) { ret
 static inline gmi_fence_t gmi_chunk_arrive(const gmi_chunk_t *c) { return c->arrive_; }
 static inline gmi_fence_t gmi_chunk_copied_out(const gmi_chunk_t *c) { return c->copied_out_; }
 static inline bool gmi_chunk_is_loading(const gmi_chunk_t *c) { return c->loading_; }
+static inline uint64_t gmi_chunk_lazy_zeros(const gmi_chunk_t *c) { return c->lazy_zeros_; }
 static inline struct gmi_spec *gmi_chunk_spec(const gmi_chunk_t *c) { return c->spec_; }
 /* The chunk is about to be written: what is speculated from it is dropped. */
 void gmi_spec_drop(gmi_manager_t *m, struct gmi_spec *spec);
@@ -230,7 +232,10 @@ uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_chunk_wrote_host(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out);
 void gmi_chunk_zeroed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out);
 void gmi_chunk_host_valid(gmi_manager_t *m, gmi_chunk_t *c); /* the host copy becomes valid, besides others */
-void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c);  /* the host copy goes; another one must be valid */
+/* The first so many bytes of the valid host copy are zeros, whatever the slot has there. Or: the slot has them now. */
+void gmi_chunk_lazy_zeros_set(gmi_manager_t *m, gmi_chunk_t *c, uint64_t bytes);
+void gmi_chunk_lazy_zeros_write(gmi_manager_t *m, gmi_chunk_t *c, uint8_t *slot);
+void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c); /* the host copy goes; another one must be valid */
 /* A read from the files failed: the host copy is not valid. block: becomes the chunk's block; GMI_NONE: none. */
 void gmi_chunk_read_failed(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io, uint32_t block);
 void gmi_chunk_block_valid(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block); /* gets a valid block, besides others */

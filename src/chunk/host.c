@@ -32,8 +32,10 @@
 
 /* ---- slots */
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) { return m->host.base + slot * gmi_slot_bytes(m); }
-uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c) {
-  return !gmi_chunk_has_slot(c) ? NULL : gmi_slot_address(m, gmi_chunk_slot(c));
+uint8_t *gmi_chunk_host(gmi_manager_t *m, gmi_chunk_t *c) {
+  uint8_t *slot = gmi_chunk_has_slot(c) ? gmi_slot_address(m, gmi_chunk_slot(c)) : NULL;
+  if (gmi_chunk_lazy_zeros(c)) gmi_chunk_lazy_zeros_write(m, c, slot);
+  return slot;
 }
 static gmi_slot_t *slot_of(const gmi_manager_t *m, const gmi_chunk_t *c) { return &m->host.slots[gmi_chunk_slot(c)]; }
 

@@ -60,7 +60,8 @@ gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size)
  * than chunks. */
 gemini_status_t gmi_host_run(gmi_manager_t *m, gmi_arena_t *store, uint32_t first, uint32_t count);
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot);
-uint8_t *gmi_chunk_host(gmi_manager_t *m, const gmi_chunk_t *c); /* address of its slot; NULL: it has none */
+/* Address of the chunk's slot, with all bytes of a valid copy there; NULL: it has none. */
+uint8_t *gmi_chunk_host(gmi_manager_t *m, gmi_chunk_t *c);
 /* The host address of a byte of an arena. Valid for a range of several chunks only when they form a run. NULL: the
  * byte's chunk has no slot. */
 static inline uint8_t *gmi_range_host(gmi_manager_t *m, const gmi_arena_t *store, uint64_t offset) {

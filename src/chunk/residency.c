@@ -561,19 +561,36 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
 }
 
 static bool is_zero(const uint8_t *bytes, uint64_t size) { return !bytes[0] && !memcmp(bytes, bytes + 1, size - 1); }
+/* Of a chunk that is only known to be zero. Its first lazy_bytes bytes are not written. */
+static gemini_status_t zeros_to_host(gmi_manager_t *m, gmi_chunk_t *c, uint64_t lazy_bytes) {
+  bool blank;
+  gemini_status_t status = gmi_host_slot_take_blank(m, c, &blank);
+  if (status) return status;
+  gmi_chunk_refilled(m, c);
+  status = gmi_chunk_settle_host(m, c);
+  if (status) return status;
+  uint8_t *rest = gmi_chunk_host(m, c) + lazy_bytes;
+  const uint64_t rest_bytes = gmi_slot_bytes(m) - lazy_bytes;
+  if (!blank) memset(rest, 0, rest_bytes);
+  GMI_ASSERT(!rest_bytes || is_zero(rest, rest_bytes));
+  gmi_chunk_host_valid(m, c);
+  if (!blank) gmi_chunk_lazy_zeros_set(m, c, lazy_bytes);
+  return GEMINI_OK;
+}
+
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason) {
   if (gmi_chunk_io(c)) gmi_files_poll(m);
-  if (!gmi_chunk_has(c, GMI_VALID_HOST)) {
-    bool blank;
-    gemini_status_t status = gmi_host_slot_take_blank(m, c, &blank);
+  if (gmi_chunk_has(c, GMI_VALID_HOST)) {
+    (void)gmi_chunk_host(m, c); /* the caller may reach the slot from a neighbour's */
+  } else if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
+    gemini_status_t status = zeros_to_host(m, c, 0);
     if (status) return status;
-    if (gmi_chunk_has(c, GMI_VALID_ZERO | GMI_VALID_DEVICE)) gmi_chunk_refilled(m, c);
-    if (gmi_chunk_has(c, GMI_VALID_ZERO)) {
-      status = gmi_chunk_settle_host(m, c);
-      if (!status && !blank) memset(gmi_chunk_host(m, c), 0, gmi_slot_bytes(m));
-      GMI_ASSERT(status || is_zero(gmi_chunk_host(m, c), gmi_slot_bytes(m)));
-    } else if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
+  } else {
+    gemini_status_t status = gmi_host_slot_take(m, c);
+    if (status) return status;
+    if (gmi_chunk_has(c, GMI_VALID_DEVICE)) {
       gmi_fence_t fence;
+      gmi_chunk_refilled(m, c);
       /* A writer during the copy would tear it, and one after it would change a chunk that is no longer marked dirty:
        * refuse while there is a writer, and send new acquires to the slow path. */
       if (!gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS))
@@ -587,6 +604,13 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
     gmi_chunk_host_valid(m, c); /* the bytes may still be on their way: the slot's fence and work count guard them */
   }
   return drop ? gmi_chunk_evict(m, c, reason) : GEMINI_OK;
+}
+
+gemini_status_t gmi_chunk_to_host_to_overwrite(gmi_manager_t *m, gmi_chunk_t *c, uint64_t end) {
+  const bool here = gmi_chunk_has(c, GMI_VALID_HOST);
+  if (here && gmi_chunk_lazy_zeros(c) == end) return GEMINI_OK;
+  return !here && gmi_chunk_has(c, GMI_VALID_ZERO) ? zeros_to_host(m, c, end)
+                                                   : gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
 }
 
 /* Blocks until the write has succeeded: the slot is given up only when the file, or zero, is a valid copy. */

@@ -33,6 +33,10 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
  * device copy as well. BUSY when the device copy is acquired for writing, or with drop, when it is acquired or
  * pinned. */
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason);
+/* Likewise, where bytes up to `end` will be overwritten, and then those in front of them. If the chunk is only known to
+ * be zero, all these are written to the slot when somebody asks for its address (gmi_chunk_host()), if they are still
+ * zero then: to clear them takes the calling thread longer than the copies take that overwrite them. */
+gemini_status_t gmi_chunk_to_host_to_overwrite(gmi_manager_t *m, gmi_chunk_t *c, uint64_t end);
 /* After gmi_chunk_departs(): the frame goes back to the pool. becomes, fence: as of gmi_chunk_departed(). */
 void gmi_chunk_leave_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence);
 /* Takes the frame without writing back. The bytes must be valid in another tier, and the chunk must have no users on

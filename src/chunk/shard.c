@@ -192,7 +192,9 @@ static gemini_status_t bring_parts(gmi_manager_t *m, const parts_t *p, bool writ
   for (uint32_t i = 0; !status && i < p->count; i++) {
     gmi_chunk_t *c = p->parts[i].chunk;
     if (gmi_chunk_is_resident(c) || (!write && gmi_chunk_has(c, GMI_VALID_ZERO))) continue;
-    status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
+    const uint64_t end = p->parts[i].in_chunk + p->parts[i].bytes; /* parts come in descending order */
+    status = write && !p->whole->shard.summed ? gmi_chunk_to_host_to_overwrite(m, c, end)
+                                              : gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
     /* a read from a file must have succeeded before a copy of its bytes is queued */
     if (!status && gmi_chunk_io(c)) status = gmi_chunk_settle_host(m, c);
   }
@@ -263,11 +265,13 @@ static gemini_status_t copy_out(gmi_manager_t *m, const parts_t *p, const uint8_
     const uint8_t *from = frame + p->begin + part->in_slice;
     const bool resident = gmi_chunk_is_resident(c);
     if ((status = part_wait(m, stream, c, GEMINI_READ_WRITE))) break;
-    uint8_t *to = resident ? gmi_chunk_device(m, c) : gmi_chunk_host(m, c);
+    const uint64_t lazy = gmi_chunk_lazy_zeros(c); /* up to the part's end, or none */
+    uint8_t *to = resident ? gmi_chunk_device(m, c) : gmi_slot_address(m, gmi_chunk_slot(c));
     status = put(m, stream, p, part->bytes, to + part->in_chunk, from, resident ? GMI_COPY_D2D : GMI_COPY_D2H);
     if (resident) gmi_chunk_wrote(m, c);
     status = part_used(m, stream, c, GEMINI_WRITE, status);
     if (!resident) gmi_chunk_host_wrote(m, c);
+    if (!resident && lazy) gmi_chunk_lazy_zeros_set(m, c, status ? lazy : part->in_chunk);
     p->group->stored_bytes += part->bytes;
   }
   if (!status) status = gmi_fence_now(m, stream, end_out);

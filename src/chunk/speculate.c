@@ -188,7 +188,7 @@ static gmi_job_t *job_of(gmi_walk_t *k, const gmi_piece_t *p, const gmi_spec_t *
     job->outs[i] = k->modes[i] & GEMINI_WRITE ? outs : NULL;
     addresses = outs + 2 * (uint64_t)count;
     for (uint32_t c = 0; c < count; c++) {
-      const gmi_chunk_t *chunk = &store->chunks[first + c];
+      gmi_chunk_t *chunk = &store->chunks[first + c];
       uint32_t n = 0;
       while (s->chunks[n].chunk != chunk) n++;
       if (k->modes[i] != GEMINI_WRITE) ins[c] = gmi_chunk_host(m, chunk);

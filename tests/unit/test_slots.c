@@ -584,6 +584,98 @@ static void random_program(uint64_t seed, bool files) {
   CHECK(resident(&w) <= 80 * W);
   world_close(&w);
 }
+/* ---- zeros that are not in their slot yet, as sums of ranks' gradients leave them in front of what they overwrite */
+
+/* The middle one of three chunks of zeros gets the bytes of seed 6 in its second half; its slot has others in the first. */
+static void half_overwrite(world_t *w, gemini_arena_t arena) {
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  gemini_access_t all = world_whole(arena, 0, GEMINI_TIER_HOST);
+  fill_on_host(w, arena, 3, 5);
+  CHECK_OK(gemini_zero(w->mgr, &all));
+  gmi_lock(m, __func__);
+  gmi_arena_t *a = gmi_arena_get(m, arena);
+  CHECK(a != NULL);
+  gmi_chunk_t *c = &a->chunks[1];
+  CHECK_EQ(gmi_chunk_to_host_to_overwrite(m, c, W), GEMINI_OK);
+  uint8_t *slot = gmi_slot_address(m, gmi_chunk_slot(c));
+  CHECK(slot[0] || slot[1] || slot[2]); /* else this tests nothing */
+  world_write(slot + W / 2, W + W / 2, W / 2, 6);
+  gmi_chunk_host_wrote(m, c);
+  gmi_chunk_lazy_zeros_set(m, c, W / 2);
+  gmi_unlock(m);
+}
+static bool half_is_right(const uint8_t *bytes) {
+  return world_reads(bytes, 0, W + W / 2, 0) && world_reads(bytes + W + W / 2, W + W / 2, W / 2, 6) &&
+         world_reads(bytes + 2 * W, 0, W, 0);
+}
+static void test_zeros_that_are_not_written_yet_are_read_as_zeros(void) {
+  enum {
+    HOST,
+    HOST_ALONE,
+    DEVICE,
+    FILES,
+    STORED,
+    NORM,
+    OVERWRITTEN_HALF,
+    OVERWRITTEN,
+    ON_DEVICE,
+    ZEROED,
+    CLOSED,
+    WAYS
+  };
+  for (int way = 0; way < WAYS; way++) {
+    world_t w = world_open(tiers_config(4, 8, 8));
+    gemini_arena_t arena = arena_of(&w, "a", 3);
+    gemini_access_t all = world_whole(arena, GEMINI_READ, GEMINI_TIER_HOST);
+    gemini_access_t middle = world_part(arena, W, W, GEMINI_WRITE, GEMINI_TIER_HOST);
+    bool halves = true;
+    half_overwrite(&w, arena);
+    if (way == HOST_ALONE) CHECK(world_holds(&w, arena, W, W / 2, 0));
+    if (way == DEVICE) all.tier = GEMINI_TIER_DEVICE;
+    if (way == FILES) {
+      gemini_access_t down = world_part(arena, W, W, 0, GEMINI_TIER_FILE);
+      CHECK_OK(gemini_move(w.mgr, &down, 1));
+    }
+    if (way == STORED) {
+      uint8_t *stored = malloc(3 * W);
+      FILE *file = tmpfile();
+      CHECK(stored && file);
+      CHECK_OK(gemini_store(w.mgr, &all, fileno(file), 0));
+      CHECK_EQ(pread(fileno(file), stored, 3 * W, 0), (ssize_t)(3 * W));
+      CHECK(half_is_right(stored));
+      fclose(file);
+      free(stored);
+    }
+    if (way == NORM) {
+      double norm = -1;
+      gemini_access_t first = world_part(arena, 0, W + W / 2, GEMINI_READ, GEMINI_TIER_HOST);
+      CHECK_OK(gemini_norm(w.mgr, &first, GEMINI_DTYPE_BF16, GEMINI_STREAM_CALLER, &norm));
+      CHECK(norm == 0);
+    }
+    if (way == OVERWRITTEN_HALF) world_fill(&w, arena, W + W / 2, W / 2, GEMINI_TIER_HOST, 7);
+    if (way == OVERWRITTEN) CHECK_OK(gemini_acquire(w.mgr, &middle, 1, GEMINI_STREAM_CALLER));
+    if (way == OVERWRITTEN) world_write(middle.ptr, W, W, 8);
+    if (way == OVERWRITTEN) CHECK_OK(gemini_release(w.mgr, &middle, 1, GEMINI_STREAM_CALLER));
+    if (way == ON_DEVICE) world_fill(&w, arena, W, W, GEMINI_TIER_DEVICE, 8);
+    if (way == ZEROED) {
+      gemini_access_t zeros = world_part(arena, W, W, 0, GEMINI_TIER_HOST);
+      CHECK_OK(gemini_zero(w.mgr, &zeros));
+      fill_on_host(&w, arena, 3, 8);
+    }
+    if (way >= OVERWRITTEN_HALF) halves = false;
+    if (way == OVERWRITTEN_HALF)
+      CHECK(world_holds(&w, arena, W, W / 2, 0) && world_holds(&w, arena, W + W / 2, W / 2, 7));
+    if (way == OVERWRITTEN || way == ON_DEVICE || way == ZEROED) CHECK(world_holds(&w, arena, W, W, 8));
+    if (halves) {
+      CHECK_OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+      CHECK(half_is_right(all.ptr));
+      CHECK_OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    }
+    CHECK(chunks_right(&w));
+    world_close(&w);
+  }
+}
+
 static void test_random_steps_keep_every_byte(void) {
   const char *first = getenv("GEMINI_STRESS_SEED");
   uint64_t seed = first ? strtoull(first, NULL, 0) : 1;
@@ -607,6 +699,7 @@ int main(void) {
     RUN_TIMED(test_budgets_shrink_and_grow_with_files_beneath);
     RUN_TIMED(test_what_was_acquired_behind_a_smaller_budget_goes_when_released);
     RUN_TIMED(test_an_update_is_done_whatever_lies_in_the_way);
+    RUN_TIMED(test_zeros_that_are_not_written_yet_are_read_as_zeros);
     RUN_TIMED(test_random_steps_keep_every_byte);
   }
   return check_done();
