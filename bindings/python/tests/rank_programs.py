@@ -316,6 +316,7 @@ def training(
     kept=None,
     shard_size=None,
     mesh=False,
+    units=None,
     **more,
 ):
     """Trains a model; returns losses, norms, statistics, and the state in the end.
@@ -324,8 +325,10 @@ def training(
     kept: how AdamW keeps its states and masters, as prepare() has it.
     early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
     mesh: whether init() gets a mesh in the place of shard_size.
+    units: of init(), of each rank.
     """
     rank, count = rank_and_count()
+    more_of_session = {} if units is None else {"units": units[rank]}
     inputs = {} if branches is None else {"branches": branches[rank]}
     replicas = {"shard_size": shard_size}
     if mesh:
@@ -334,7 +337,7 @@ def training(
         shape, names = (count // shard_size, shard_size), ("replicate", "shard")
         made = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
         replicas = {"process_group": made}
-    with session(zero, memory, rank_order=rank_order, strict=strict, **replicas) as opened:
+    with session(zero, memory, rank_order=rank_order, strict=strict, **replicas, **more_of_session) as opened:
         torch.manual_seed(100 + rank)
         made = build(model, dtype)
         for name, param in made.named_parameters():
@@ -353,6 +356,7 @@ def training(
         if adapters:
             made.save_pretrained(os.path.join(adapters, str(rank)))
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
+        out["blocks"] = [len(one.blocks.found) for one in opened.models if one.blocks.active]
         return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
 
 

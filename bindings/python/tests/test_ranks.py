@@ -171,6 +171,14 @@ REPLICAS = {
     "replicas at the end": ("training", {"model": "gpt2", "zero": 2, "shard_size": 2}),
     "replicas, early": ("training", {"model": "gpt2", "zero": 2, "shard_size": 2, "early": True}),
 }
+# Whether parameters of blocks are acquired together, on each rank.
+UNITS = {
+    "blocks": {"units": ["auto", "auto"], "memory": "32MiB"},
+    "large blocks": {"units": ["auto", "auto"], "memory": "2MiB"},
+    "large blocks all the same": {"units": ["always", "always"], "memory": "2MiB"},
+    "blocks on one rank": {"units": ["always", "never"], "memory": "32MiB"},
+    "no blocks": {"units": ["never", "never"], "memory": "32MiB"},
+}
 SKIPPED = ("backward", "step")
 LARGER = ("zero 1", "zero 3", "mixtral")  # with 4 ranks, too
 OTHERS = {
@@ -192,6 +200,7 @@ OTHERS = {
     "left out": ("left_out", {}),
     **AT_THE_END_AND_EARLY,
     "early": ("early", {"model": "gpt2"}),
+    **{name: ("training", {"model": "llama", "clip": 0.5, "micro": 2, **case}) for name, case in UNITS.items()},
     **{f"skips {what}": ("skips", {"what": what}) for what in SKIPPED},
     "pretrained": ("pretrained", {}),
     "shares": ("shares", {}),
@@ -238,6 +247,17 @@ def test_ranks_compute_what_one_process_computes(outcomes, ranks, name):
     if "clip" in arguments:
         assert min(wanted["norms"]) > arguments["clip"]
     check(good(outcomes[ranks, name]), wanted)
+
+
+def test_blocks_are_acquired_together_on_all_ranks_or_on_none(outcomes):
+    """By their size, which is the same on all ranks; results have the same bits in any way."""
+    without_blocks = good(outcomes[2, "no blocks"])
+    check(without_blocks, by_one_process("llama", clip=0.5, micro=2))
+    for name in UNITS:
+        for outcome, other in zip(good(outcomes[2, name]), without_blocks):
+            assert outcome["blocks"] == ([2] if name in ("blocks", "large blocks all the same") else [])
+            same_state(outcome, other)
+            assert outcome["losses"] == other["losses"] and outcome["norms"] == other["norms"]
 
 
 def test_replicas_compute_what_one_process_computes(outcomes):

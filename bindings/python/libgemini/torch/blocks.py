@@ -7,6 +7,9 @@ long as the block runs; all other functions do what they always do. In the backw
 has made asks for the block, so that parts of it whose backward pass does not begin at the block's results find their
 parameters, too.
 
+Ranks have to acquire the same, so they agree where a model is prepared, on whether its blocks are small, and stay with
+that.
+
 A block is a module in an nn.ModuleList, nn.ModuleDict or nn.Sequential that has another one of its class beside it, and
 at least LEAST parameters.
 
@@ -16,6 +19,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import collections
+import hashlib
 import typing
 
 from torch import nn
@@ -28,6 +32,7 @@ from .unit import find, optimized, scripted
 
 if typing.TYPE_CHECKING:
     from .arenas import Place
+    from .ranks import Ranks
     from .session import Session
 
 LEAST = 3  # parameters of a block: with fewer, there is nothing to save
@@ -134,7 +139,7 @@ class Blocks:
         self.session = session
         self.active = self.stopped = False
         self.found: dict[str, Block] = {}
-        if session.units != "never" and not session.ranks:  # ranks: all have to acquire the same
+        if session.units != "never":
             self.search(module, "")
         # Whether one has experts of which a pass reads some: it would fetch all of them.
         self.with_experts = any(
@@ -144,6 +149,8 @@ class Blocks:
         self.largest = max(
             (sum(place.size_bytes for place in block.places) for block in self.found.values()), default=0
         )
+        if session.ranks:
+            self.stopped = not self.agree(session.ranks)
 
     def search(self, module: nn.Module, name: str) -> None:
         """Finds blocks within a module, the outermost ones."""
@@ -196,7 +203,7 @@ class Blocks:
             try:
                 return run_with(self.session, block.forward_use, begin, args, kwargs)
             except GeminiError as error:
-                if begun or error.status != "OOM_DEVICE":
+                if begun or error.status != "OOM_DEVICE" or self.session.ranks:  # others have acquired it
                     raise
             self.stop()  # nothing was done
             return call(*args, **kwargs)
@@ -205,23 +212,36 @@ class Blocks:
         internals.set_call(module, block.call)
         return block
 
+    def agree(self, ranks: Ranks) -> bool:
+        """Whether all ranks have found the same blocks, and want to acquire them together. All ranks call it."""
+        wanted = self.session.units == "always" or self.are_small(self.room())
+        text = "\n".join(self.found) if wanted else ""
+        theirs = ranks.exchange(hashlib.sha256(text.encode()).digest())
+        return bool(text) and len(set(theirs)) == 1
+
     def decide(self) -> None:
         """Called where an iteration begins: whether parameters of blocks are acquired together in it."""
         if self.found and not self.stopped:
-            if self.session.units == "always" or self.fits():
+            if self.session.ranks or self.session.units == "always" or self.fits():
                 self.active = True
             else:
                 self.stop()
 
+    def room(self) -> int:
+        """The bytes of the device budget without its margin."""
+        tier = abi.TierStats()
+        self.session.lib.tier_stats(self.session.handle, abi.TIER_DEVICE, tier)
+        return tier.budget_bytes - self.session.manager.config.device_margin_bytes
+
+    def are_small(self, room: int) -> bool:
+        """Whether the blocks are small beside so many bytes, and a pass reads all of them."""
+        return self.largest * SHARE_BESIDE <= room and not self.with_experts
+
     def fits(self) -> bool:
         """Whether the blocks are small, or all of the session's tensors and what is allocated beside them have room."""
-        lib, handle = self.session.lib, self.session.handle
-        stats, tier = abi.Stats(), abi.TierStats()
-        lib.stats(handle, stats)
-        lib.tier_stats(handle, abi.TIER_DEVICE, tier)
-        room = tier.budget_bytes - self.session.manager.config.device_margin_bytes
-        small = self.largest * SHARE_BESIDE <= room and not self.with_experts
-        return bool(small or stats.model_bytes + stats.nonmodel_peak_bytes <= room)
+        stats, room = abi.Stats(), self.room()
+        self.session.lib.stats(self.session.handle, stats)
+        return self.are_small(room) or bool(stats.model_bytes + stats.nonmodel_peak_bytes <= room)
 
     def stop(self) -> None:
         """Ends it for good: a loop that has it in some steps only would leave its plan again and again."""
