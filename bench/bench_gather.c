@@ -222,10 +222,7 @@ static gemini_status_t ring_gathers(rank_t *k, gmi_manager_t *m, gmi_group_t *g,
           m->device.ops->queue.copy(m->device.self, in, frame + s->start * 2, k->host + i * own, own, GMI_COPY_H2D);
     if (!status) status = gmi_fence_now(m, in, &ready);
     if (!status) status = gmi_fence_wait(m, g->gather_stream, ready);
-    if (!status) status = gmi_group_gather(m, g, frame, slice, "ring", (uint32_t)i);
-    if (!status && s->rest)
-      status = gmi_group_gather_rest(m, g, frame + slice * k->o->ranks, s->rest * 2, "ring", (uint32_t)i);
-    if (!status) status = gmi_fence_now(m, g->gather_stream, done);
+    if (!status) status = gmi_group_gather(m, g, frame, slice, s->rest * 2, "ring", (uint32_t)i, done);
   }
   return status;
 }

@@ -166,6 +166,7 @@ gemini_status_t gmi_manager_make(const gemini_config_t *theirs, bool plans_only,
   m->trace.advice = &gmi_tracer_advice;
   m->hook.when_locked = gmi_hook_drain;
   m->groups.failure = gmi_groups_failure;
+  m->groups.queue_held = gmi_group_queue_held;
   m->check.call = gmi_chunks_check;
   m->stats.budget_bytes[GEMINI_TIER_DEVICE] = config.device_bytes;
   m->stats.budget_bytes[GEMINI_TIER_FILE] = config.file_bytes;

@@ -229,6 +229,11 @@ enum { OF_GATHERS, OF_SUMS, OF_EXCHANGES, OF_SUMS_ACROSS };
 _Static_assert(OF_SUMS_ACROSS + 1 == GEMINI_GROUP_HYBRID_COMMS, "and all of them");
 static bool has_replicas(const gemini_group_config_t *c) { return c->shard_ranks && c->shard_ranks < c->ranks; }
 
+/* Thread blocks of a collective's kernel. While it runs, and waits for other ranks, these take multiprocessors from the
+ * operators, of which a matrix product needs all at once. NCCL would take 24 on an H100, for a rate that a step needs
+ * for small parts of its time only; measured in bench/results/2026-11-26-ranks-h100.md. */
+enum { GATHER_BLOCKS = 8, SUM_BLOCKS = 4 };
+
 /* Joins one of them, or adopts the caller's. */
 static gemini_status_t nccl_open(gmi_manager_t *m, const gemini_group_config_t *c, const gmi_comm_id_t *id, int which,
                                  gmi_group_t *g, gmi_comm_t *comm_out) {
@@ -242,7 +247,9 @@ static gemini_status_t nccl_open(gmi_manager_t *m, const gemini_group_config_t *
                                     .listener = { distrust, g } };
   if (shard && which != OF_EXCHANGES) config.rank = c->rank % shard, config.ranks = shard;
   if (which == OF_SUMS_ACROSS) config.rank = c->rank / shard, config.ranks = c->ranks / shard;
-  config.rank_order = (which == OF_SUMS || which == OF_SUMS_ACROSS) && c->flags & GEMINI_GROUP_RANK_ORDER;
+  const bool sums = which == OF_SUMS || which == OF_SUMS_ACROSS;
+  config.most_blocks = sums ? SUM_BLOCKS : GATHER_BLOCKS;
+  config.rank_order = sums && c->flags & GEMINI_GROUP_RANK_ORDER;
   if (id) return gmi_comm_nccl_join(id, &config, comm_out);
   gemini_status_t status = gmi_comm_nccl_adopt(c->nccl_comms[which], &config, comm_out);
   if (status) gmi_fail_prefix("nccl_comms[%d]: ", which);
@@ -592,17 +599,19 @@ gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wai
 }
 
 /* ---- collectives */
-typedef enum { GATHER, GATHER_REST, REDUCE, REDUCE_REST } kind_t;
+typedef enum { GATHER, GATHER_REST, GATHERS, REDUCE, REDUCE_REST } kind_t;
 typedef struct {
   gmi_group_t *group;
   kind_t kind;
   uint32_t dtype;
   void *buffer;
-  uint64_t count; /* bytes, or values of dtype */
+  void *const *buffers; /* of GATHERS, in place of buffer */
+  uint32_t buffer_count;
+  uint64_t count; /* bytes, or values of dtype, of each buffer */
   char label[GMI_COMM_LABEL_BYTES];
 } collective_t;
 
-static bool is_gather(const collective_t *c) { return c->kind == GATHER || c->kind == GATHER_REST; }
+static bool is_gather(const collective_t *c) { return c->kind <= GATHERS; }
 static const gmi_comm_t *comm_of(const collective_t *c) { return is_gather(c) ? &c->group->gather : &c->group->reduce; }
 
 static gemini_status_t carry_out(const collective_t *c, void *stream) {
@@ -611,6 +620,7 @@ static gemini_status_t carry_out(const collective_t *c, void *stream) {
   switch (c->kind) {
   case GATHER: return ops->all_gather(comm->self, c->buffer, c->count, stream, c->label);
   case GATHER_REST: return ops->broadcast(comm->self, c->buffer, c->count, comm->ranks - 1, stream, c->label);
+  case GATHERS: return ops->all_gathers(comm->self, c->buffers, c->buffer_count, c->count, stream, c->label);
   case REDUCE: return ops->reduce_scatter(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
   case REDUCE_REST: return ops->all_reduce(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
   }
@@ -636,37 +646,115 @@ static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const c
   return status;
 }
 
-static gemini_status_t collective(gmi_manager_t *m, collective_t what, const char *name, uint32_t chunk) {
-  const gmi_comm_t *comm = comm_of(&what);
-  const uint32_t stream = is_gather(&what) ? what.group->gather_stream : what.group->reduce_stream;
+static void label(gmi_manager_t *m, collective_t *c, const char *name, uint32_t chunk) {
+  /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
+  const char *op = is_gather(c) ? m->trace.advice->op_name(m) : NULL;
+  snprintf(c->label, sizeof c->label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
+}
+
+static gemini_status_t collective(gmi_manager_t *m, const collective_t *what) {
+  const gmi_comm_t *comm = comm_of(what);
+  const uint32_t stream = is_gather(what) ? what->group->gather_stream : what->group->reduce_stream;
   gemini_status_t status = comm->ops->known(comm->self); /* a failed group's calls would only be waited for */
   if (status) return status;
-  /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
-  const char *op = is_gather(&what) ? m->trace.advice->op_name(m) : NULL;
-  snprintf(what.label, sizeof what.label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
-  if (comm->ops->queues) return queue_natively(m, stream, &what);
+  if (comm->ops->queues) return queue_natively(m, stream, what);
   collective_t *c = malloc(sizeof *c);
   if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a collective's record");
-  *c = what;
+  *c = *what;
   status = m->device.ops->queue.run(m->device.self, stream, run_collective, c);
   if (!status) return GEMINI_OK;
   free(c);
   return gmi_fail_device(status, "device %s could not queue a collective", m->device.ops->name);
 }
 
-gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
-                                 uint32_t chunk) {
-  return collective(m, (collective_t){ g, GATHER, 0, buffer, slice_bytes, "" }, name, chunk);
+/* ---- gathers
+ *
+ * To queue one gather of NCCL's takes the calling thread about as long as to queue eight in a group of NCCL's. So
+ * within a batch (gmi_gather_batch_begin()) gathers are held back until there are as many, or the batch ends, or a mark
+ * is placed on their stream (core/streams.c). A chunk that is held back has arrived behind the mark that is placed
+ * next. Should queueing fail, that mark is never reached, as the group has failed. */
+static gemini_status_t queue_held(gmi_manager_t *m, gmi_group_t *g) {
+  gmi_fence_t end = 0;
+  const uint32_t count = g->held.count;
+  if (!count) return GEMINI_OK;
+  g->held.count = 0;
+  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
+  collective_t what = { .group = g, .kind = GATHERS, .buffers = g->held.buffers, .buffer_count = count };
+  what.count = g->held.slice_bytes;
+  memcpy(what.label, g->held.label, sizeof what.label);
+  gemini_status_t status = collective(m, &what);
+  if (!status) status = gmi_fence_now(m, g->gather_stream, &end);
+  if (status) return gmi_group_breaks_off(g, status);
+  gmi_time_work(m, (gmi_timed_t){ g->held.begin, end, count, NULL, &g->gathers.shortest_ns });
+  return GEMINI_OK;
 }
-gemini_status_t gmi_group_gather_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t bytes, const char *name,
-                                      uint32_t chunk) {
-  return collective(m, (collective_t){ g, GATHER_REST, 0, buffer, bytes, "" }, name, chunk);
+gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
+    if (m->groups.at[i] && m->groups.at[i]->gather_stream == stream) status = queue_held(m, m->groups.at[i]);
+  return status;
 }
+
+void gmi_gather_batch_begin(gmi_manager_t *m) { m->groups.batches++; }
+gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status) {
+  gmi_failure_t first;
+  GMI_ASSERT(m->groups.batches);
+  m->groups.batches--;
+  if (!m->groups.held_streams) return status;
+  gmi_fail_keep(status, &first);
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    gemini_status_t queued = m->groups.at[i] ? queue_held(m, m->groups.at[i]) : GEMINI_OK;
+    if (queued && !first.status) gmi_fail_keep(queued, &first);
+  }
+  return gmi_fail_again(&first);
+}
+
+static gemini_status_t hold_back(gmi_manager_t *m, const collective_t *what, gmi_fence_t *arrive_out) {
+  gmi_group_t *g = what->group;
+  gemini_status_t status = GEMINI_OK;
+  if (g->held.slice_bytes != what->count) status = queue_held(m, g);
+  if (!status && !g->held.count) {
+    status = gmi_fence_now(m, g->gather_stream, &g->held.begin);
+    g->held.slice_bytes = what->count;
+    memcpy(g->held.label, what->label, sizeof g->held.label);
+  }
+  if (status) return status;
+  g->held.buffers[g->held.count++] = what->buffer;
+  m->groups.held_streams |= UINT64_C(1) << g->gather_stream;
+  *arrive_out = gmi_fence_later(m, g->gather_stream);
+  return g->held.count < GMI_GATHERS_HELD ? GEMINI_OK : queue_held(m, g);
+}
+
+gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes,
+                                 uint64_t rest_bytes, const char *name, uint32_t chunk, gmi_fence_t *arrive_out) {
+  gmi_fence_t begin = 0;
+  collective_t what = { .group = g, .kind = GATHER, .buffer = buffer, .count = slice_bytes };
+  label(m, &what, name, chunk);
+  if (m->groups.batches && g->gather.ops->all_gathers && g->gather.ranks > 1 && !rest_bytes)
+    return hold_back(m, &what, arrive_out);
+  gemini_status_t status = gmi_fence_now(m, g->gather_stream, &begin); /* behind those that are held back */
+  if (!status) status = collective(m, &what);
+  if (status) return status;
+  what.kind = GATHER_REST;
+  what.buffer = (uint8_t *)buffer + slice_bytes * g->gather.ranks;
+  what.count = rest_bytes;
+  if (rest_bytes) status = collective(m, &what);
+  if (!status) status = gmi_fence_now(m, g->gather_stream, arrive_out);
+  if (status) return g->gather.ranks > 1 ? gmi_group_breaks_off(g, status) : status; /* one rank can gather again */
+  gmi_time_work(m, (gmi_timed_t){ begin, *arrive_out, 1, NULL, &g->gathers.shortest_ns });
+  return GEMINI_OK;
+}
+
+/* ---- sums */
 gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
                                  const char *name, uint32_t chunk) {
-  return collective(m, (collective_t){ g, REDUCE, dtype, buffer, slice_count, "" }, name, chunk);
+  collective_t what = { .group = g, .kind = REDUCE, .dtype = dtype, .buffer = buffer, .count = slice_count };
+  label(m, &what, name, chunk);
+  return collective(m, &what);
 }
 gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
                                       const char *name, uint32_t chunk) {
-  return collective(m, (collective_t){ g, REDUCE_REST, dtype, buffer, count, "" }, name, chunk);
+  collective_t what = { .group = g, .kind = REDUCE_REST, .dtype = dtype, .buffer = buffer, .count = count };
+  label(m, &what, name, chunk);
+  return collective(m, &what);
 }

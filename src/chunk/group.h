@@ -23,6 +23,10 @@ typedef struct gmi_report {
   char message[440];
 } gmi_report_t;
 
+enum {
+  GMI_GATHERS_HELD = 8 /* most gathers that are queued together: beyond it, each costs as much as the one before */
+};
+
 /* Gathers and sums have a communicator and a stream each: a communicator carries out its calls in the order of the
  * calls, and a sum must not wait for the gathers that were queued before it. Exchanges have a third one where they must
  * not run beside a collective of the same communicator, as over NCCL; over shared memory they may. */
@@ -45,6 +49,13 @@ typedef struct gmi_group {
     pthread_cond_t ended;
     bool runs, ends; /* runs: guarded by the manager's lock; ends: by lock */
   } watch;
+  struct { /* gathers that are to be queued together; what they wait for has been queued */
+    void *buffers[GMI_GATHERS_HELD];
+    uint32_t count;
+    uint64_t slice_bytes;             /* of each */
+    gmi_fence_t begin;                /* before the first one */
+    char label[GMI_COMM_LABEL_BYTES]; /* of the first one */
+  } held;
   uint64_t gathered_chunks, gathered_bytes, reduced_chunks, reduced_bytes, fetched_bytes, stored_bytes;
   gmi_group_link_t gathers, sums;
   struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
@@ -79,15 +90,23 @@ gemini_status_t gmi_groups_failure(gmi_manager_t *m);
 /* The same of failures that are known already, for each gather and sum: those of communicators that have to be asked
  * are noticed by the thread that watches them, within 50 ms. */
 gemini_status_t gmi_groups_known(gmi_manager_t *m);
-/* Queue a collective on the group's stream. name, chunk: of the arena, for messages of this rank and others. */
-gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes, const char *name,
-                                 uint32_t chunk);
+/* Queues the gather of a chunk on the group's stream: slices of slice_bytes each, and rest_bytes behind them, which
+ * equal slices leave over and which become those of the last rank. name, chunk: of the arena, for messages of this rank
+ * and others. *arrive_out is reached when the chunk is complete.
+ *
+ * In a batch, gathers may be held back, to be queued together, at the latest where the batch ends. All ranks have the
+ * same batches, in which nothing but a failure places a mark on the stream: then they queue the same ones together.
+ * Batches nest. A failure to queue some is one of the whole group; whichever call queues them returns it.
+ * gmi_gather_batch_end() returns status, if that is OK a failure of its own. */
+gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes,
+                                 uint64_t rest_bytes, const char *name, uint32_t chunk, gmi_fence_t *arrive_out);
+void gmi_gather_batch_begin(gmi_manager_t *m);
+gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status);
+gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream);
+/* Queues the sum of a chunk's gradients, likewise. */
 gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
                                  const char *name, uint32_t chunk);
-/* As these, for the elements at the end of a chunk that equal slices leave over: buffer becomes that of the last rank,
- * and the sum. */
-gemini_status_t gmi_group_gather_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t bytes, const char *name,
-                                      uint32_t chunk);
+/* The same of what equal slices leave over: buffer becomes the sum. */
 gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
                                       const char *name, uint32_t chunk);
 /* A gemini_group_exchange() of the library's own. Blocks, with the lock held. */

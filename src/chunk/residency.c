@@ -52,7 +52,8 @@ void gmi_reap(gmi_manager_t *m) {
         m->device.ops->stream.mark_time(m->device.self, gmi_fence_stream(e), gmi_fence_mark(e), &end) == GEMINI_OK) {
       uint64_t *shortest = m->rate.timed[i].shortest;
       if (shortest) {
-        if (!*shortest || end - begin < *shortest) *shortest = end > begin ? end - begin : 1;
+        uint64_t each = end > begin ? (end - begin) / m->rate.timed[i].elements : 0;
+        if (!*shortest || each < *shortest) *shortest = each ? each : 1;
         continue;
       }
       gmi_rate_add(link ? &link->chunk_ns : &m->rate.device_update,

@@ -289,25 +289,19 @@ gemini_status_t gmi_gathered_queue(gmi_manager_t *m, gmi_chunk_t *c, bool *queue
 }
 
 /* ---- gather */
-/* Queues the gather of a frame whose own slice is complete behind ready. */
+/* Queues the gather of a frame whose own slice is complete behind ready, or holds it back for others. */
 static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const parts_t *p, gmi_fence_t ready,
                               gmi_fence_t *arrive_out) {
   gmi_group_t *g = p->group;
   const uint64_t element = p->whole->element_bytes, slice = p->slicing.slice * element,
                  rest = p->slicing.rest * element;
-  uint8_t *frame = gmi_chunk_device(m, c);
-  gmi_fence_t begin = 0;
   gemini_status_t status = gmi_fence_wait(m, g->gather_stream, ready);
-  if (!status) status = gmi_fence_now(m, g->gather_stream, &begin);
-  if (!status) status = gmi_group_gather(m, g, frame, slice, p->whole->name, c->index);
+  if (!status)
+    status = gmi_group_gather(m, g, gmi_chunk_device(m, c), slice, rest, p->whole->name, c->index, arrive_out);
   if (status) return status;
-  if (rest) status = gmi_group_gather_rest(m, g, frame + slice * g->gather.ranks, rest, p->whole->name, c->index);
-  if (!status) status = gmi_fence_now(m, g->gather_stream, arrive_out);
-  if (status) return g->gather.ranks > 1 ? gmi_group_breaks_off(g, status) : status; /* one rank can gather again */
   g->queued.gathers = gmi_hash(gmi_hash(g->queued.gathers + 1, p->whole->index), c->index);
   g->gathered_chunks++;
   g->gathered_bytes += gmi_chunk_bytes(m) - p->bytes;
-  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = *arrive_out, .shortest = &g->gathers.shortest_ns });
   return GEMINI_OK;
 }
 
@@ -669,7 +663,7 @@ static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p
   if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
   if (!status) status = copy_out(m, p, frame, sums, &end);
   if (status) return g->ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
-  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .shortest = &g->sums.shortest_ns });
+  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .elements = 1, .shortest = &g->sums.shortest_ns });
   m->trace.observer->chunk_summed(m, c);
   gmi_group_sum_ends(g, end);
   if (!gmi_arena_has_sums(p->whole)) g->queued.sums = gmi_hash(gmi_hash(g->queued.sums + 1, p->whole->index), c->index);

@@ -53,6 +53,10 @@ typedef struct gmi_comm_ops {
 
   /* buffer holds a slice of slice_bytes for each rank; this rank's own slice becomes the same slice on all ranks. */
   gemini_status_t (*all_gather)(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label);
+  /* As all_gather() of each of `count` buffers, in this order; other ranks do the same in one call, too. Faster where
+   * queueing a collective takes long. NULL: no faster way is known. */
+  gemini_status_t (*all_gathers)(void *self, void *const *buffers, uint32_t count, uint64_t slice_bytes, void *stream,
+                                 const char *label);
   /* buffer becomes that of rank `root` on all ranks. */
   gemini_status_t (*broadcast)(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
                                const char *label);
@@ -137,6 +141,7 @@ typedef struct gmi_comm_nccl_config {
   uint64_t deadline_ns;   /* as in gmi_comm_config_t; 0: 60 seconds */
   uint64_t scratch_bytes; /* device memory for values of other ranks; 0: 32 MiB with rank_order, else 2 MiB */
   int32_t device;         /* the GPU's ordinal */
+  uint32_t most_blocks; /* thread blocks of a collective's kernel, at most; 0: as NCCL chooses. Not of an adopted one */
   bool rank_order;
   uint32_t named, named_of; /* rank and ranks for messages, of all replicas; named_of 0: rank and ranks */
   gmi_comm_listener_t listener;

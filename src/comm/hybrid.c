@@ -17,6 +17,15 @@ static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes
   const gmi_comm_t *c = &((hybrid_t *)self)->inside;
   return c->ops->all_gather(c->self, buffer, slice_bytes, stream, label);
 }
+static gemini_status_t all_gathers(void *self, void *const *buffers, uint32_t count, uint64_t slice_bytes, void *stream,
+                                   const char *label) {
+  const gmi_comm_t *c = &((hybrid_t *)self)->inside;
+  gemini_status_t status = GEMINI_OK;
+  if (c->ops->all_gathers) return c->ops->all_gathers(c->self, buffers, count, slice_bytes, stream, label);
+  for (uint32_t i = 0; !status && i < count; i++)
+    status = c->ops->all_gather(c->self, buffers[i], slice_bytes, stream, label);
+  return status;
+}
 static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
                                  const char *label) {
   const gmi_comm_t *c = &((hybrid_t *)self)->inside;
@@ -75,6 +84,7 @@ static const gmi_comm_ops_t hybrid_ops = {
   .name = "replicas",
   .queues = true,
   .all_gather = all_gather,
+  .all_gathers = all_gathers,
   .broadcast = broadcast,
   .reduce_scatter = reduce_scatter,
   .all_reduce = all_reduce,

@@ -199,23 +199,47 @@ static gemini_status_t collective_end(nccl_t *n, running_t *running, gemini_stat
 }
 
 /* ---- gathers */
-static gemini_status_t gather(nccl_t *n, const running_t *running, unsigned char *buffer, uint64_t bytes) {
-  gemini_status_t status = nccl_begin(n);
-  if (status) return status;
-  nccl_result_t result =
-      n->library->all_gather(buffer + n->rank * bytes, buffer, bytes, NCCL_INT8, n->comm, running->stream);
-  nccl_end(n);
-  return gmi_nccl_ready(n, result, "ncclAllGather", running->what);
+
+/* Ends a group of NCCL's that has begun, also after a failure in it: NCCL counts groups for each thread. Returns the
+ * first failure, and in *function which function it is of. */
+static nccl_result_t group_end(const nccl_t *n, nccl_result_t result, const char **function) {
+  nccl_result_t end = n->library->group_end();
+  if (result != NCCL_SUCCESS) return result;
+  *function = "ncclGroupEnd";
+  return end;
 }
 
-static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label) {
+/* Several in a group of NCCL's, which takes not much longer to queue than one gather. */
+static gemini_status_t gather(nccl_t *n, const running_t *running, void *const *buffers, uint32_t count,
+                              uint64_t bytes) {
+  const char *function = "ncclGroupStart";
+  gemini_status_t status = nccl_begin(n);
+  if (status) return status;
+  nccl_result_t result = count > 1 ? n->library->group_start() : NCCL_SUCCESS;
+  const bool grouped = count > 1 && result == NCCL_SUCCESS;
+  for (uint32_t i = 0; i < count && result == NCCL_SUCCESS; i++) {
+    unsigned char *buffer = buffers[i];
+    function = "ncclAllGather";
+    result = n->library->all_gather(buffer + n->rank * bytes, buffer, bytes, NCCL_INT8, n->comm, running->stream);
+  }
+  if (grouped) result = group_end(n, result, &function);
+  nccl_end(n);
+  return gmi_nccl_ready(n, result, function, running->what);
+}
+
+static gemini_status_t all_gathers(void *self, void *const *buffers, uint32_t count, uint64_t slice_bytes, void *stream,
+                                   const char *label) {
   nccl_t *n = self;
   running_t running;
-  if (n->ranks == 1 || !slice_bytes) return gmi_first_failure(&n->failure);
-  BEGIN(n, &running, stream, label, "all-gather of %" PRIu64 " bytes", slice_bytes);
+  if (n->ranks == 1 || !count || !slice_bytes) return gmi_first_failure(&n->failure);
+  if (count == 1) BEGIN(n, &running, stream, label, "all-gather of %" PRIu64 " bytes", slice_bytes);
+  else BEGIN(n, &running, stream, label, "%u all-gathers of %" PRIu64 " bytes", count, slice_bytes);
   gemini_status_t status = collective_begin(n, &running);
-  if (!status) status = gather(n, &running, buffer, slice_bytes);
+  if (!status) status = gather(n, &running, buffers, count, slice_bytes);
   return collective_end(n, &running, status);
+}
+static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label) {
+  return all_gathers(self, &buffer, 1, slice_bytes, stream, label);
 }
 
 static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
@@ -265,8 +289,8 @@ static gemini_status_t swap(nccl_t *n, const running_t *running, const piece_t *
   cu_address_t slot = scratch_base(n);
   gemini_status_t status = nccl_begin(n);
   if (status) return status;
-  nccl_result_t result = library->group_start(), end;
-  bool grouped = result == NCCL_SUCCESS;
+  nccl_result_t result = library->group_start();
+  const bool grouped = result == NCCL_SUCCESS;
   for (uint32_t p = 0; p < n->ranks && result == NCCL_SUCCESS; p++) {
     if (p == n->rank) continue;
     uint32_t from = results ? n->rank : p, to = results ? p : n->rank; /* whose slice goes, and whose comes */
@@ -280,11 +304,7 @@ static gemini_status_t swap(nccl_t *n, const running_t *running, const piece_t *
     }
     slot += slot_bytes(n);
   }
-  /* A group that has begun is ended in any case: NCCL counts groups for each thread. */
-  if (grouped && (end = library->group_end(), result == NCCL_SUCCESS)) {
-    result = end;
-    function = "ncclGroupEnd";
-  }
+  if (grouped) result = group_end(n, result, &function);
   nccl_end(n);
   return gmi_nccl_ready(n, result, function, running->what);
 }
@@ -421,11 +441,11 @@ static gemini_status_t exchange_wait(nccl_t *n, const char *what) {
 /* Brings `now` bytes to all ranks; they are then in exchange.host, in the order of ranks. */
 static gemini_status_t exchange_piece(nccl_t *n, const running_t *running, const unsigned char *mine, uint64_t now) {
   const cu_address_t base = n->scratch.base;
-  unsigned char *buffer = (unsigned char *)(uintptr_t)base; // NOLINT(*-int-to-ptr)
+  void *buffer = (void *)(uintptr_t)base; // NOLINT(*-int-to-ptr)
   memcpy(n->exchange.host, mine, now);
   cu_result_t result = n->driver->copy_h2d(base + n->rank * now, n->exchange.host, now, running->stream);
   if (result != CU_SUCCESS) return driver_failed(n, result, "cuMemcpyHtoDAsync", running->what);
-  gemini_status_t status = gather(n, running, buffer, now);
+  gemini_status_t status = gather(n, running, &buffer, 1, now);
   if (!status) {
     result = n->driver->copy_d2h(n->exchange.host, base, now * n->ranks, running->stream);
     if (result != CU_SUCCESS) status = driver_failed(n, result, "cuMemcpyDtoHAsync", running->what);
@@ -485,6 +505,7 @@ const gmi_comm_ops_t gmi_nccl_ops = {
   .name = "NCCL",
   .queues = true,
   .all_gather = all_gather,
+  .all_gathers = all_gathers,
   .broadcast = broadcast,
   .reduce_scatter = reduce_scatter,
   .all_reduce = all_reduce,

@@ -260,6 +260,7 @@ gemini_status_t gmi_comm_nccl_join(const gmi_comm_id_t *from, const gmi_comm_ncc
   nccl_t *n;
   nccl_id_t id;
   nccl_config_t settings = NCCL_CONFIG_NON_BLOCKING;
+  if (config->most_blocks) settings.max_ctas = (int)config->most_blocks;
   gemini_status_t status = make(config, false, &n);
   if (status) return status;
   memcpy(&id, from, sizeof id);

@@ -307,7 +307,7 @@ typedef struct gmi_link {
 /* Queued work whose time is read once its end has been reached: a copy, an update on the device, or a collective. */
 typedef struct gmi_timed {
   gmi_fence_t begin, end;
-  uint64_t elements;  /* of a copy: 1, a chunk; of an update: of each array. Not of a collective */
+  uint64_t elements;  /* of a copy: 1, a chunk; of an update: of each array; of a collective: chunks */
   gmi_link_t *link;   /* of a copy; else NULL */
   uint64_t *shortest; /* of a collective: the shortest time so far, nanoseconds; 0: none. Else NULL */
 } gmi_timed_t;
@@ -434,6 +434,10 @@ typedef struct gmi_manager {
     uint32_t frames, gradient_frames;        /* of chunks of sharded arenas; those of gradients among them */
     uint32_t peak_op;                        /* peak of frames and pages in use, together, since the op began */
     uint64_t gather_streams, reduce_streams; /* bit per stream */
+    uint32_t batches;                        /* open gmi_gather_batch_begin() */
+    uint64_t held_streams;                   /* bit per stream: gathers wait to be queued on it */
+    /* Constant: queues what waits for a stream of held_streams, of which the bit is then 0, also after a failure */
+    gemini_status_t (*queue_held)(struct gmi_manager *m, uint32_t stream);
     /* Constant: the failure of a group, for waits for its streams; GEMINI_OK: no group has failed */
     gemini_status_t (*failure)(struct gmi_manager *m);
   } groups;

@@ -5,6 +5,9 @@
  * another stream or thread has to wait for it. Most releases are followed by more work on the same stream, and nothing
  * ever waits for them.
  *
+ * Nor need the work itself be on the device yet: gathers of ranks are held back for a moment, to be queued together.
+ * They are queued when a mark is placed on their stream, if not before.
+ *
  * Threads: marks are placed under the manager's lock; gmi_fence_later() and gmi_fence_reached() run on any thread. */
 #include <stdio.h>
 #include <time.h>
@@ -21,6 +24,10 @@
  * after placing would let it name a mark that lies before its own work. The load may be relaxed: only the holder of the
  * lock writes recorded. */
 static gemini_status_t fence_now(gmi_manager_t *m, uint32_t stream, bool timed, gmi_fence_t *fence_out) {
+  if (m->groups.held_streams >> stream & 1) { /* a mark is behind all work that the stream has been given */
+    gemini_status_t held = m->groups.queue_held(m, stream);
+    if (held) return held;
+  }
   uint64_t mark = atomic_load_explicit(&m->streams[stream].recorded, memory_order_relaxed) + 1;
   atomic_store_explicit(&m->streams[stream].recorded, mark, memory_order_seq_cst);
   uint64_t got = 0;

@@ -230,6 +230,28 @@ static gmi_chunk_t *chunk_of(gmi_manager_t *m, uint64_t use) {
   return &gmi_arena_at(m, (uint32_t)(use >> 32))->chunks[(uint32_t)use];
 }
 
+/* What depends on this rank alone comes first: all ranks queue the same gathers in the same batches. */
+static gemini_status_t prepare_gathers(gmi_manager_t *m, const group_plan_t *p, uint32_t op) {
+  gemini_status_t status = GEMINI_OK;
+  if (!p->plan.event_first) return GEMINI_OK;
+  for (uint32_t e = p->plan.event_first[op]; !status && e < p->plan.event_first[op + 1]; e++) {
+    gmi_chunk_t *c = chunk_of(m, p->chunks[p->plan.events[e].chunk]);
+    bool queued = false;
+    if (p->plan.events[e].leaves) status = gmi_gathered_evict(m, c);
+    else if (!gmi_chunk_is_resident(c)) status = gmi_gathered_queue(m, c, &queued);
+  }
+  return status;
+}
+static gemini_status_t queue_gathers(gmi_manager_t *m, const group_plan_t *p, uint32_t op) {
+  gemini_status_t status = GEMINI_OK;
+  if (!p->plan.event_first) return GEMINI_OK;
+  for (uint32_t e = p->plan.event_first[op]; !status && e < p->plan.event_first[op + 1]; e++)
+    if (!p->plan.events[e].leaves)
+      status = gmi_chunk_fetch(m, chunk_of(m, p->chunks[p->plan.events[e].chunk]), false, GEMINI_REASON_PLAN,
+                               GMI_TAKE_EVICT);
+  return status;
+}
+
 gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const char *name, uint32_t phase) {
   gemini_status_t status = GEMINI_OK;
   g->op_hash = gmi_hash_text(gmi_hash(GMI_HASH_NOTHING, phase), name);
@@ -238,22 +260,12 @@ gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const c
   const kind_t *kind = &g->kinds[g->active];
   uint32_t op = g->record.op_count;
   if (op >= kind->record.op_count || kind->record.ops[op].hash != g->op_hash) return GEMINI_OK;
-  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) {
-    const group_plan_t *p = &kind->groups[i];
-    if (!p->plan.event_first) continue;
-    g->on_demand |= (uint32_t)p->plan.on_demand[op] << i;
-    for (uint32_t e = p->plan.event_first[op]; !status && e < p->plan.event_first[op + 1]; e++) {
-      gmi_chunk_t *c = chunk_of(m, p->chunks[p->plan.events[e].chunk]);
-      bool queued = false;
-      if (p->plan.events[e].leaves) {
-        status = gmi_gathered_evict(m, c);
-        continue;
-      }
-      if (!gmi_chunk_is_resident(c)) status = gmi_gathered_queue(m, c, &queued);
-      if (!status) status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, GMI_TAKE_EVICT);
-    }
-  }
-  return status;
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (kind->groups[i].plan.event_first) g->on_demand |= (uint32_t)kind->groups[i].plan.on_demand[op] << i;
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = prepare_gathers(m, &kind->groups[i], op);
+  gmi_gather_batch_begin(m);
+  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = queue_gathers(m, &kind->groups[i], op);
+  return gmi_gather_batch_end(m, status);
 }
 
 /* ---- what the ranks compare */

@@ -77,6 +77,7 @@ struct nccl_comm {
   uint32_t polls; /* left until `pending` is queued */
   kernel_t *pending;
   uint64_t number;                      /* of collectives */
+  uint32_t max_ctas;                    /* 0: not set */
   uint64_t kernels_queued, kernels_run; /* counts */
 };
 
@@ -93,7 +94,7 @@ static _Atomic uint32_t violations; /* Atomic: counted without the lock, too */
 static uint32_t live;
 static struct {
   const char *name;
-  uint32_t calls;
+  uint32_t calls, max_ctas; /* of the communicator that was used last */
 } counts[NAMES];
 static const char *fail_function;
 static uint32_t fail_call;
@@ -106,11 +107,12 @@ static void violation(const char *function, const char *what) {
   violations++;
 }
 /* Counts the call; does this one fail? With the lock. */
-static nccl_result_t counted(const char *function) {
+static nccl_result_t counted(const char *function, uint32_t max_ctas) {
   int i = 0;
   while (counts[i].name && strcmp(counts[i].name, function) != 0) i++;
   counts[i].name = function;
   counts[i].calls++;
+  counts[i].max_ctas = max_ctas;
   if (!fail_function || strcmp(fail_function, function) != 0 || fail_call-- > 0) return NCCL_SUCCESS;
   fail_function = NULL;
   return fail_result;
@@ -130,7 +132,7 @@ static nccl_result_t begin(struct nccl_comm *comm, const char *function) {
   pthread_mutex_unlock(&lock);
   nanosleep(&(struct timespec){ 0, 2000 }, NULL);
   pthread_mutex_lock(&lock);
-  return counted(function);
+  return counted(function, comm->max_ctas);
 }
 static nccl_result_t end(struct nccl_comm *comm, nccl_result_t result) {
   comm->busy = false;
@@ -284,8 +286,11 @@ static nccl_result_t operation(struct nccl_comm *comm, cu_stream_t stream, op_t 
   if (!both && op.type != NCCL_INT8) violation(function, "not bytes");
   if (!op.count || (!both && (op.peer < 0 || op.peer >= comm->group->ranks || op.peer == comm->rank)))
     violation(function, "no values, or no such peer");
-  if (both == (depth > 0)) violation(function, "collectives stay alone, messages come in groups");
-  if (depth && grouped && (grouped->comm != comm || grouped->stream != stream || grouped->count == OPS))
+  if (both ? depth && op.kind != ALL_GATHER : !depth)
+    violation(function, "messages come in groups, of collectives only gathers may");
+  if (depth && grouped &&
+      (grouped->comm != comm || grouped->stream != stream || grouped->count == OPS ||
+       (grouped->ops[0].kind == ALL_GATHER) != (op.kind == ALL_GATHER)))
     violation(function, "does not belong to the group");
   if (!depth) {
     kernel_t *k = kernel_new(comm, stream);
@@ -318,7 +323,7 @@ API const char *ncclGetLastError(nccl_comm_t comm) {
 }
 API nccl_result_t ncclGetUniqueId(nccl_id_t *id_out) {
   pthread_mutex_lock(&lock);
-  nccl_result_t result = counted("ncclGetUniqueId");
+  nccl_result_t result = counted("ncclGetUniqueId", 0);
   memset(id_out, 0x5A, sizeof *id_out);
   uint64_t id = ++ids;
   memcpy(id_out, &id, sizeof id);
@@ -328,7 +333,7 @@ API nccl_result_t ncclGetUniqueId(nccl_id_t *id_out) {
 
 static bool config_is_right(const nccl_config_t *config) {
   return config->size == 48 && config->magic == 0xcafebeef && config->version == GMI_NCCL_OLDEST &&
-         config->cga_cluster_size == INT32_MIN && config->min_ctas == INT32_MIN && config->max_ctas == INT32_MIN &&
+         config->cga_cluster_size == INT32_MIN && config->min_ctas == INT32_MIN && config->max_ctas != 0 &&
          !config->net_name && config->split_share == INT32_MIN && config->traffic_class == INT32_MIN;
 }
 API nccl_result_t ncclCommInitRankConfig(nccl_comm_t *comm_out, int ranks, nccl_id_t id, int rank,
@@ -336,7 +341,7 @@ API nccl_result_t ncclCommInitRankConfig(nccl_comm_t *comm_out, int ranks, nccl_
   uint64_t number;
   memcpy(&number, &id, sizeof number);
   pthread_mutex_lock(&lock);
-  nccl_result_t result = counted("ncclCommInitRankConfig");
+  nccl_result_t result = counted("ncclCommInitRankConfig", 0);
   if (!config_is_right(config)) violation("ncclCommInitRankConfig", "config is not what it should be");
   if (fake_cuda_device() < 0) violation("ncclCommInitRankConfig", "no context is current");
   if (ranks < 1 || ranks > RANKS || rank < 0 || rank >= ranks) result = NCCL_INVALID_ARGUMENT;
@@ -361,6 +366,7 @@ API nccl_result_t ncclCommInitRankConfig(nccl_comm_t *comm_out, int ranks, nccl_
   comm->device = fake_cuda_device();
   comm->blocking = config->blocking != 0;
   g->joined++;
+  comm->max_ctas = config->max_ctas == INT32_MIN ? 0 : (uint32_t)config->max_ctas;
   live++;
   *comm_out = comm;
   if (!comm->blocking) result = left_to_thread(comm, "ncclCommInitRankConfig");
@@ -465,7 +471,7 @@ API nccl_result_t ncclRecv(void *to, size_t count, int type, int peer, nccl_comm
 }
 API nccl_result_t ncclGroupStart(void) {
   pthread_mutex_lock(&lock);
-  nccl_result_t result = counted("ncclGroupStart");
+  nccl_result_t result = counted("ncclGroupStart", 0);
   if (!result && depth++) violation("ncclGroupStart", "the thread's last group has not ended");
   pthread_mutex_unlock(&lock);
   return result;
@@ -474,7 +480,7 @@ API nccl_result_t ncclGroupEnd(void) {
   pthread_mutex_lock(&lock);
   kernel_t *k = grouped;
   grouped = NULL;
-  nccl_result_t result = counted("ncclGroupEnd");
+  nccl_result_t result = counted("ncclGroupEnd", 0);
   if (depth-- != 1) violation("ncclGroupEnd", "there is no group");
   if (!result && k) result = queue(k->comm, k, "ncclGroupEnd");
   pthread_mutex_unlock(&lock);
@@ -554,6 +560,14 @@ API uint32_t fake_nccl_calls(const char *function) {
     if (counts[i].name && !strcmp(counts[i].name, function)) calls = counts[i].calls;
   pthread_mutex_unlock(&lock);
   return calls;
+}
+API uint32_t fake_nccl_max_ctas(const char *function) {
+  uint32_t most = 0;
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < NAMES; i++)
+    if (counts[i].name && !strcmp(counts[i].name, function)) most = counts[i].max_ctas;
+  pthread_mutex_unlock(&lock);
+  return most;
 }
 API void fake_nccl_async(uint32_t rank, int result) {
   pthread_mutex_lock(&lock);

@@ -31,6 +31,8 @@ extern const char *fake_nccl_lacking; /* a function that this NCCL does not have
 void fake_nccl_fail(const char *function, uint32_t call, int result);
 /* Calls of that function since the reset. */
 uint32_t fake_nccl_calls(const char *function);
+/* max_ctas of the communicator of the last such call; 0: it has none. */
+uint32_t fake_nccl_max_ctas(const char *function);
 /* From now on ncclCommGetAsyncError() says this of the rank's communicators. */
 void fake_nccl_async(uint32_t rank, int result);
 /* Groups that the thread has begun and not ended. */

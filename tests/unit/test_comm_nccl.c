@@ -163,6 +163,52 @@ static void test_gathers_are_in_place_and_queued(void) {
   for (uint32_t ranks = 1; ranks <= 4; ranks++) world(ranks, by_nccl, gathers, NULL);
 }
 
+/* Buffers of several gathers, in any order; others beside them stay as they are. One call is one group of NCCL's. */
+static void gathers_together(rank_t *r, void *user) {
+  enum { MOST = 5 };
+  const uint64_t size = 1000, apart = size * RANKS + 16;
+  (void)user;
+  for (uint32_t count = 0; count <= MOST; count++) {
+    void *buffers[MOST];
+    for (uint32_t b = 0; b < MOST; b++) {
+      unsigned char *buffer = r->memory + (MOST - 1 - b) * apart;
+      memset(buffer, 0xA5, apart);
+      for (uint64_t i = 0; i < size; i++) buffer[r->comm.rank * size + i] = pattern(r->comm.rank, i, b);
+      buffers[b] = buffer;
+    }
+    pthread_barrier_wait(&barrier);
+    const uint32_t groups = fake_nccl_calls("ncclGroupStart");
+    pthread_barrier_wait(&barrier);
+    CHECK_EQ(r->comm.ops->all_gathers(r->comm.self, buffers, count, size, r->stream, "a"), GEMINI_OK);
+    settle(r, r->stream);
+    pthread_barrier_wait(&barrier);
+    CHECK_EQ(fake_nccl_calls("ncclGroupStart") - groups, count > 1 && r->comm.ranks > 1 ? r->comm.ranks : 0);
+    for (uint32_t b = 0; b < MOST; b++) {
+      const unsigned char *buffer = buffers[b];
+      for (uint32_t p = 0; p < r->comm.ranks; p++)
+        for (uint64_t i = 0; i < size; i++)
+          CHECK_EQ(buffer[p * size + i], b < count || p == r->comm.rank ? pattern(p, i, b) : 0xA5);
+      CHECK_EQ(buffer[r->comm.ranks * size], 0xA5);
+    }
+    pthread_barrier_wait(&barrier);
+  }
+  CHECK_EQ(r->comm.ops->poll(r->comm.self), GEMINI_OK);
+}
+static void test_gathers_are_queued_together(void) {
+  for (uint32_t ranks = 1; ranks <= 4; ranks++) world(ranks, by_nccl, gathers_together, NULL);
+}
+
+static void takes_blocks(rank_t *r, void *user) {
+  const uint32_t most = *(const uint32_t *)user;
+  CHECK_EQ(gather(r, 64, "a"), GEMINI_OK);
+  settle(r, r->stream);
+  CHECK_EQ(fake_nccl_max_ctas("ncclAllGather"), most);
+}
+static void test_kernels_take_so_many_blocks(void) {
+  for (uint32_t most = 0; most < 3; most++)
+    world(2, (gmi_comm_nccl_config_t){ .most_blocks = most }, takes_blocks, &most);
+}
+
 static void broadcasts(rank_t *r, void *user) {
   const uint64_t sizes[] = { 0, 1, 1024, 1000003 };
   (void)user;
@@ -489,12 +535,14 @@ typedef struct {
 static gemini_status_t call_of(rank_t *r, int what) {
   const gmi_comm_ops_t *ops = r->comm.ops;
   uint64_t all[RANKS] = { 0 };
+  void *buffers[] = { r->memory, r->memory + 64 * RANKS, r->memory + 128 * RANKS };
   switch (what) {
   case 0: return gather(r, 64, "op 3");
   case 1: return ops->reduce_scatter(r->comm.self, r->memory, 64, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, r->stream, "op 3");
   case 2: return ops->all_reduce(r->comm.self, r->memory, 64, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, r->stream, "op 3");
   case 3: return ops->all_reduce(r->comm.self, r->memory, 64, GEMINI_DTYPE_F32, GMI_REDUCE_MAX, r->stream, "op 3");
-  default: return ops->exchange(r->comm.self, &all[1], 8, all, "op 3");
+  case 4: return ops->exchange(r->comm.self, &all[1], 8, all, "op 3");
+  default: return ops->all_gathers(r->comm.self, buffers, 3, 64, r->stream, "op 3");
   }
 }
 static void nccl_fails(rank_t *r, void *user) {
@@ -530,6 +578,9 @@ static void test_functions_of_nccl_that_fail(void) {
     { "ncclAllGather", "rank 0 of 2: ncclAllGather in exchange of 8 bytes for op 3 (call 1)", 4, 0 },
     { "ncclCommGetAsyncError", "rank 0 of 2: ncclAllGather in all-gather", 0, 0 },
     { "ncclCommGetAsyncError", "rank 0 of 2: ncclGroupEnd in all-reduce", 3, 0 },
+    { "ncclGroupStart", "rank 0 of 2: ncclGroupStart in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 0 },
+    { "ncclAllGather", "rank 0 of 2: ncclAllGather in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 1 },
+    { "ncclGroupEnd", "rank 0 of 2: ncclGroupEnd in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 0 },
   };
   process_t before = process_now();
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -928,6 +979,8 @@ int main(void) {
   process_begin();
   RUN(test_the_environment_names_the_folder_of_nccl);
   RUN(test_gathers_are_in_place_and_queued);
+  RUN(test_gathers_are_queued_together);
+  RUN(test_kernels_take_so_many_blocks);
   RUN(test_broadcasts_bring_the_roots_bytes);
   RUN(test_sums_in_the_order_of_ranks);
   RUN(test_sums_of_nccl_and_maxima_in_order);

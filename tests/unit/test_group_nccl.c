@@ -82,6 +82,9 @@ static void test_training_over_nccl_has_the_bits_of_the_model(void) {
     run_over_nccl(shape, 0, LONG_NS, trains);
     CHECK(fake_nccl_calls("ncclReduceScatter") > 0);
     CHECK_EQ(fake_nccl_calls("ncclSend"), 0);
+    CHECK(fake_nccl_calls("ncclGroupStart") > 0); /* gathers */
+    CHECK(fake_nccl_max_ctas("ncclReduceScatter") > 0);
+    CHECK(fake_nccl_max_ctas("ncclAllGather") > 0);
     fakes_end();
   }
 }
