@@ -278,7 +278,7 @@ typedef struct gemini_config {
   uint32_t device;              /* GEMINI_DEVICE_* */
   uint32_t device_ordinal;      /* which GPU; 0 on the simulated device */
   uint32_t warmup_iterations;   /* iterations recorded before the first plan; 0 = 1, at most 1000 */
-  uint32_t update_threads;      /* workers for updates and norms on the host; 0 = cores - 1, at least 1, at most 256 */
+  uint32_t update_threads;      /* workers for updates and norms on the host, at most 256; 0 = usable cores - 1, or 1 */
   uint32_t log_level;           /* most verbose level delivered; 0 = GEMINI_LOG_WARNING */
   uint64_t device_bytes;        /* device budget, for arenas and non-model memory; required */
   uint64_t device_margin_bytes; /* of device_bytes, left unused as a safety margin */

@@ -12,6 +12,7 @@
  * A job's state: QUEUED -> CAME -> WAITED_FOR -> READY, or QUEUED -> WAITED_FOR -> READY; then its slices are handed
  * out, and the worker that finishes the last slice frees the job. */
 #include <errno.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -333,9 +334,15 @@ static void *work(void *user) {
   return NULL;
 }
 
+/* Those that the calling thread may run on; its new threads get the same. More than 1024: all that are online. */
+static long usable_cores(void) {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) ? sysconf(_SC_NPROCESSORS_ONLN) : CPU_COUNT(&set);
+}
+
 gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
   if (!threads) {
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    long cores = usable_cores();
     threads = cores > WORKERS_LIMIT ? WORKERS_LIMIT : cores > 1 ? (uint32_t)cores - 1 : 1;
   }
   gmi_workers_t *l = calloc(1, sizeof *l);

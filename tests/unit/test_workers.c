@@ -1,5 +1,6 @@
 /* Host workers, with the library's internals: what they wait for, and what they do when it failed.
  * SPDX-License-Identifier: Apache-2.0 */
+#include <sched.h>
 #include <time.h>
 
 #include "../check.h"
@@ -298,6 +299,24 @@ static void test_stats_reset_starts_peaks_at_what_is_used(void) {
   OK(gemini_manager_close(mgr));
 }
 
+/* On a machine of 2 cores both ways give one worker. */
+static void test_there_are_as_many_workers_as_the_process_has_cores_to_spare(void) {
+  cpu_set_t all, two;
+  gemini_arena_t arena;
+  CHECK(!sched_getaffinity(0, sizeof all, &all));
+  CPU_ZERO(&two);
+  for (size_t i = 0; i < CPU_SETSIZE && CPU_COUNT(&two) < 2; i++)
+    if (CPU_ISSET(i, &all)) CPU_SET(i, &two);
+  for (int restricted = 0; restricted < 2; restricted++) {
+    const int cores = CPU_COUNT(restricted ? &two : &all);
+    CHECK(!sched_setaffinity(0, sizeof all, restricted ? &two : &all));
+    gemini_manager_t mgr = open_manager(0, &arena);
+    CHECK_EQ(gmi_manager_get(mgr)->config.update_threads, cores > 256 ? 256 : cores > 1 ? cores - 1 : 1);
+    OK(gemini_manager_close(mgr));
+  }
+  CHECK(!sched_setaffinity(0, sizeof all, &all));
+}
+
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
   RUN(test_jobs_on_one_slot_run_in_their_order);
@@ -306,5 +325,6 @@ int main(void) {
   RUN(test_update_after_failed_copy_does_not_run_and_says_so);
   RUN(test_update_after_failed_read_names_that_read);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);
+  RUN(test_there_are_as_many_workers_as_the_process_has_cores_to_spare);
   return check_done();
 }
