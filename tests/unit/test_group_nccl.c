@@ -402,6 +402,46 @@ static void test_a_rank_that_stops_is_noticed_at_the_deadline(void) {
   fakes_end();
 }
 
+/* Gathers that are queued together fail on one rank, whichever comes first, at their end or in the middle. */
+static const char *fails_in;
+static _Atomic uint32_t failed_together;
+static void gathers_fail(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  gemini_status_t status = GEMINI_OK;
+  rank_open(k, &t->shape, t->rank, t->group);
+  for (uint32_t n = 0; n < 2; n++) CHECK_OK(step(k, n, true));
+  pthread_barrier_wait(&barrier);
+  if (t->rank == 0) fake_nccl_fail(fails_in, 1, 6);
+  pthread_barrier_wait(&barrier);
+  for (uint32_t n = 2; !status && n < 4; n++) status = step(k, n, true);
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  char words[64];
+  snprintf(words, sizeof words, "rank %u of 2: ", t->rank);
+  CHECK_SAYS(world_error().message, words);
+  snprintf(words, sizeof words, "%s in ", fails_in);
+  const bool here = strstr(world_error().message, words) != NULL;
+  if (here) CHECK_SAYS(world_error().message, " all-gathers of ");
+  failed_together += here;
+  CHECK_STATUS(gemini_stream_synchronize(k->w.mgr, k->w.stream), GEMINI_ERR_PEER);
+  check_masters(k);
+  CHECK_EQ(atomic_load(&k->wrong_on_host), 0);
+  pthread_barrier_wait(&barrier);
+  failed_close(k);
+}
+static void test_gathers_that_fail_together_fail_the_group(void) {
+  static const char *const functions[] = { "ncclGroupStart", "ncclGroupEnd" };
+  for (int i = 0; i < 2; i++) {
+    fakes_begin();
+    shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+    shape.placement = GEMINI_PLACEMENT_CPU; /* as above */
+    fails_in = functions[i];
+    failed_together = 0;
+    run_over_nccl(shape, 0, SHORT_NS, gathers_fail);
+    CHECK_EQ(failed_together, 1);
+    fakes_end();
+  }
+}
+
 /* Rank 3 stops: its replica notices at the deadline, and the other one at its own. */
 static void stops_in_a_replica(rank_thread_t *t) {
   rank_t *k = malloc(sizeof *k);
@@ -648,6 +688,7 @@ int main(void) {
   RUN(test_training_over_the_callers_communicators);
   RUN(test_training_over_functions_that_queue);
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);
+  RUN(test_gathers_that_fail_together_fail_the_group);
   RUN(test_a_rank_that_stops_fails_all_replicas);
   RUN(test_a_wait_outside_of_the_library_ends_at_the_deadline);
   RUN(test_a_function_that_queues_and_fails);
