@@ -695,6 +695,14 @@ gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
   return status;
 }
 
+/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, and NCCL
+ * could mix up the bytes without a word: no rank goes on. */
+static void give_up_held(gmi_manager_t *m, gmi_group_t *g, const char *why) {
+  g->held.count = 0;
+  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
+  gmi_group_give_up(g, why);
+}
+
 void gmi_gather_batch_begin(gmi_manager_t *m) { m->groups.batches++; }
 gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status) {
   gmi_failure_t first;
@@ -703,7 +711,11 @@ gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status) {
   if (!m->groups.held_streams) return status;
   gmi_fail_keep(status, &first);
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
-    gemini_status_t queued = m->groups.at[i] ? queue_held(m, m->groups.at[i]) : GEMINI_OK;
+    gmi_group_t *g = m->groups.at[i];
+    if (!g || !g->held.count) continue;
+    gemini_status_t queued = GEMINI_OK;
+    if (status) give_up_held(m, g, first.message);
+    else queued = queue_held(m, g);
     if (queued && !first.status) gmi_fail_keep(queued, &first);
   }
   return gmi_fail_again(&first);

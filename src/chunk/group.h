@@ -97,7 +97,8 @@ gemini_status_t gmi_groups_known(gmi_manager_t *m);
  * In a batch, gathers may be held back, to be queued together, at the latest where the batch ends. All ranks have the
  * same batches, in which nothing but a failure places a mark on the stream: then they queue the same ones together.
  * Batches nest. A failure to queue some is one of the whole group; whichever call queues them returns it.
- * gmi_gather_batch_end() returns status, if that is OK a failure of its own. */
+ * gmi_gather_batch_end() returns status, if that is OK a failure of its own; if it is not OK and gathers are held back,
+ * the group has failed with its words. */
 gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes,
                                  uint64_t rest_bytes, const char *name, uint32_t chunk, gmi_fence_t *arrive_out);
 void gmi_gather_batch_begin(gmi_manager_t *m);

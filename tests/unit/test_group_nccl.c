@@ -442,6 +442,31 @@ static void test_gathers_that_fail_together_fail_the_group(void) {
   }
 }
 
+/* An acquire that has room for some of its chunks only: made again it would gather the others in a group of their own,
+ * where another rank may have gathered all in one. */
+static void gathers_lack_room(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  rank_open(k, &t->shape, t->rank, t->group);
+  CHECK_OK(step(k, 0, true));
+  pthread_barrier_wait(&barrier);
+  gemini_access_t all = world_whole(k->params, GEMINI_READ, DEVICE);
+  void *last = NULL; /* all the room is taken, but for one chunk's */
+  for (void *now; !gemini_alloc(k->w.mgr, chunk_of(&t->shape), k->w.stream, &now);) last = now;
+  CHECK_OK(gemini_free(k->w.mgr, last, k->w.stream));
+  CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_OOM_DEVICE);
+  CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_PEER);
+  CHECK_SAYS(world_error().message, "gave up: 2097152 more bytes of device memory are needed");
+  pthread_barrier_wait(&barrier);
+  failed_close(k);
+}
+static void test_an_acquire_that_lacks_room_halfway_fails_the_group(void) {
+  fakes_begin();
+  shape_t shape = shape_of(2, GEMINI_ZERO_PARAMS, 4);
+  shape.device_chunks = 12;
+  run_over_nccl(shape, 0, SHORT_NS, gathers_lack_room);
+  fakes_end();
+}
+
 /* Rank 3 stops: its replica notices at the deadline, and the other one at its own. */
 static void stops_in_a_replica(rank_thread_t *t) {
   rank_t *k = malloc(sizeof *k);
@@ -689,6 +714,7 @@ int main(void) {
   RUN(test_training_over_functions_that_queue);
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);
   RUN(test_gathers_that_fail_together_fail_the_group);
+  RUN(test_an_acquire_that_lacks_room_halfway_fails_the_group);
   RUN(test_a_rank_that_stops_fails_all_replicas);
   RUN(test_a_wait_outside_of_the_library_ends_at_the_deadline);
   RUN(test_a_function_that_queues_and_fails);
