@@ -92,8 +92,8 @@ gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence) {
                 : GEMINI_OK;
 }
 
-gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
-  if (!fence || gmi_fence_stream(fence) == stream || gmi_fence_reached(m, fence)) return GEMINI_OK;
+gemini_status_t gmi_fence_wait_across(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  if (gmi_fence_reached(m, fence)) return GEMINI_OK;
   if (stream == GMI_CALLER) return gmi_fence_sync(m, fence);
   gemini_status_t status = fence_record(m, fence);
   if (status) return status;

@@ -47,7 +47,9 @@ gemini_status_t gmi_device_zero(gmi_manager_t *m, uint32_t stream, void *address
 /* fences; lock held */
 gemini_status_t gmi_fence_now(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out);         /* places a mark */
 gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fence_t *fence_out); /* cheaper */
-gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* GMI_CALLER: blocks */
+/* Makes the stream wait for the fence; GMI_CALLER: blocks. */
+static inline gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
+gemini_status_t gmi_fence_wait_across(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* of another stream */
 gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                  /* blocks; keeps the lock */
 /* Places the fence's mark if that has been left (gmi_fence_later()): before a thread without the lock waits for it. */
 gemini_status_t gmi_fence_place(gmi_manager_t *m, gmi_fence_t fence);
@@ -72,6 +74,11 @@ static inline bool gmi_stream_find(gmi_manager_t *m, gemini_stream_t stream, uin
   *index_out = index;
   return true;
 }
+static inline gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence) {
+  if (!fence || gmi_fence_stream(fence) == stream) return GEMINI_OK;
+  return gmi_fence_wait_across(m, stream, fence);
+}
+
 /* seq_cst: pairs with the claim in fence_now(). */
 static inline gmi_fence_t gmi_fence_later(gmi_manager_t *m, uint32_t stream) {
   if (stream == GMI_CALLER) return 0;
