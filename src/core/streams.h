@@ -50,7 +50,7 @@ gemini_status_t gmi_fence_now_untimed(gmi_manager_t *m, uint32_t stream, gmi_fen
 /* Makes the stream wait for the fence; GMI_CALLER: blocks. */
 static inline gemini_status_t gmi_fence_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
 gemini_status_t gmi_fence_wait_across(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence); /* of another stream */
-gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence);                  /* blocks; keeps the lock */
+gemini_status_t gmi_fence_sync(gmi_manager_t *m, gmi_fence_t fence); /* blocks; keeps the lock */
 /* Places the fence's mark if that has been left (gmi_fence_later()): before a thread without the lock waits for it. */
 gemini_status_t gmi_fence_place(gmi_manager_t *m, gmi_fence_t fence);
 /* Any thread, no lock. Returns false after a stream failure too; call gmi_fence_sync() for the error. */

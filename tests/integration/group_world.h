@@ -12,7 +12,8 @@
 
 #define DEVICE GEMINI_TIER_DEVICE
 #define HOST GEMINI_TIER_HOST
-enum { LAYERS = 7, RANKS_MOST = 4, STEPS = 6, ELEMENTS_MOST = 1 << 20 };
+enum { LAYERS = 7, RANKS_MOST = 4, ELEMENTS_MOST = 1 << 20 };
+enum { STEPS = SANITIZED ? 4 : 6 /* the second is planned; sanitizers see nothing new in the last ones */ };
 
 typedef struct {
   uint32_t ranks, stage, element_bytes; /* 4: float; 2: bfloat16 */
