@@ -451,12 +451,12 @@ static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int 
     status = file_chunk_ready(m, r, c, write_file, &zeros);
     if (status) break;
     gmi_chunk_hold_host(m, c, !write_file);
+    uint8_t *bytes = zeros ? NULL : gmi_range_host(m, r->store, begin); /* stays there while the chunk is held */
     gmi_unlock(m);
     const char *function = write_file ? "gemini_store" : "gemini_load";
     gmi_wait_t wait;
     gmi_wait_begin(m, &wait, function, GMI_WAIT_FD, (uint64_t)fd);
-    status = zeros ? zeros_to_file(fd, end - begin, at)
-                   : transfer(fd, gmi_range_host(m, r->store, begin), end - begin, at, write_file, &done);
+    status = zeros ? zeros_to_file(fd, end - begin, at) : transfer(fd, bytes, end - begin, at, write_file, &done);
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     gmi_chunk_unhold_host(m, c, !write_file);

@@ -33,6 +33,7 @@
 /* ---- slots */
 uint8_t *gmi_slot_address(const gmi_manager_t *m, uint32_t slot) { return m->host.base + slot * gmi_slot_bytes(m); }
 uint8_t *gmi_chunk_host(gmi_manager_t *m, gmi_chunk_t *c) {
+  GMI_ASSERT(gmi_lock_is_mine(m));
   uint8_t *slot = gmi_chunk_has_slot(c) ? gmi_slot_address(m, gmi_chunk_slot(c)) : NULL;
   if (gmi_chunk_lazy_zeros(c)) gmi_chunk_lazy_zeros_write(m, c, slot);
   return slot;
@@ -105,8 +106,7 @@ void gmi_host_install(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 /* Gives each arena a range of home slots, in the order of their indices. The first pass counts chunks and arenas; the
- * second places the arenas, with about half of the spare slots divided among them as gaps, so that arenas can grow in
- * place. */
+ * second places the arenas, with about half of the spare slots as gaps, so that arenas can grow in place. */
 void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes) {
   uint64_t chunks = 0, arenas = 0, slots = m->config.host_bytes / sizes->slot_bytes, home = 0;
   for (int pass = 0; pass < 2; pass++) {
