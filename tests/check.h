@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* AddressSanitizer or ThreadSanitizer: all is several times slower, and memory has a shadow. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -22,6 +23,20 @@
 #else
 #define SANITIZED 0
 #endif
+
+/* Before functions on memory that no other thread uses meanwhile: ThreadSanitizer would find nothing there and take most
+ * of a test's time. Bytes that threads of the library write are copied out first, by memcpy(), which it checks. */
+#ifdef __SANITIZE_THREAD__
+#define OWN_MEMORY __attribute__((no_sanitize("thread")))
+#else
+#define OWN_MEMORY
+#endif
+
+/* Where everything takes many times as long, under sanitizers and Valgrind, a part of random or repeated work is done:
+ * other lanes do all of it. Of repetitions a fifth, and of places that fail one after the other every third. */
+static inline bool check_is_slow(void) { return SANITIZED || getenv("GEMINI_VALGRIND"); }
+static inline uint32_t check_repetitions(uint32_t all) { return check_is_slow() ? (all + 4) / 5 : all; }
+static inline uint32_t check_stride(void) { return check_is_slow() ? 3 : 1; }
 
 #define CHECK(condition)                                                                      \
   do {                                                                                        \
@@ -97,13 +112,21 @@ static inline bool check_wants(const char *test) {
   while (word && !strstr(test, word)) word = check_next_word(word);
   return word != NULL;
 }
-#define RUN(test)                       \
-  do {                                  \
-    if (check_wants(#test)) {           \
-      fprintf(stderr, "  %s\n", #test); \
-      test();                           \
-      check_run.run_count++;            \
-    }                                   \
+static inline double check_seconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+#define RUN(test)                                                                    \
+  do {                                                                               \
+    if (check_wants(#test)) {                                                        \
+      fprintf(stderr, "  %s\n", #test);                                              \
+      const double check_start = check_seconds();                                    \
+      test();                                                                        \
+      const double check_took = check_seconds() - check_start;                       \
+      if (check_took >= 1.0) fprintf(stderr, "    took %.1f seconds\n", check_took); \
+      check_run.run_count++;                                                         \
+    }                                                                                \
   } while (0)
 /* The exit status. A program that ran no test has failed, and so has one with an argument that no test's name contains:
  * a misspelt name must not pass. */

@@ -120,9 +120,9 @@ static void train(check_rank_t *c, uint32_t stage, uint32_t flags, uint32_t micr
   uint64_t begin = now_ns();
   train_rank(&shape, c->rank, c->group, c->fd);
   if (c->rank) return;
-  printf("  %u ranks, %u replicas, stage %u, %u bytes, %s, %u micro-batches: %d steps ok after %.2f s\n", c->ranks,
+  printf("  %u ranks, %u replicas, stage %u, %u bytes, %s, %u micro-batches: %u steps ok after %.2f s\n", c->ranks,
          replicas ? replicas : 1, stage, bytes, flags ? "rank order" : "NCCL's order",
-         micro_batches ? micro_batches : 1, STEPS, (double)(now_ns() - begin) / 1e9);
+         micro_batches ? micro_batches : 1, steps_of(&shape), (double)(now_ns() - begin) / 1e9);
   fflush(stdout);
 }
 /* NCCL's own sums have the bits of the model only of two ranks. */

@@ -48,7 +48,9 @@ if ((tools)) && ! command -v bindgen >/dev/null; then # 1 MB
   install_packages bindgen || echo "setup.sh: bindgen cannot be installed: the test abi.bindgen is skipped" >&2
 fi
 
-tests/jemalloc.sh
+# Beside what pip does, which takes one core.
+tests/jemalloc.sh &
+jemalloc=$!
 
 if ((tools)); then
   stamp=build/venv/requirements.txt
@@ -57,7 +59,8 @@ if ((tools)); then
     echo "setup.sh: installing tests/requirements.txt into build/venv"
     rm -rf build/venv
     python3 -m venv build/venv
-    pip=(build/venv/bin/pip install --quiet --disable-pip-version-check)
+    # Most of what is installed is never imported: what is, Python compiles when it first is.
+    pip=(build/venv/bin/pip install --quiet --disable-pip-version-check --no-compile)
     # PyPI's torch brings CUDA along; the one for processors alone is at PyTorch's own index, or where pip is set up for.
     torch=$(grep '^torch==' tests/requirements.txt)
     if "${pip[@]}" "$torch" 2>/dev/null ||
@@ -71,3 +74,4 @@ if ((tools)); then
     cp tests/requirements.txt "$stamp"
   fi
 fi
+wait "$jemalloc"

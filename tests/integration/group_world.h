@@ -4,6 +4,7 @@
 #define GROUP_WORLD_H
 
 #include <math.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
 
@@ -13,7 +14,6 @@
 #define DEVICE GEMINI_TIER_DEVICE
 #define HOST GEMINI_TIER_HOST
 enum { LAYERS = 7, RANKS_MOST = 4, ELEMENTS_MOST = 1 << 20 };
-enum { STEPS = SANITIZED ? 4 : 6 /* planned from the second on: under sanitizers the last two run no other code */ };
 
 typedef struct {
   uint32_t ranks, stage, element_bytes; /* 4: float; 2: bfloat16 */
@@ -37,15 +37,13 @@ static inline uint32_t shard_ranks(const shape_t *shape) {
 }
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
 static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
+/* Planned from the second on. Under sanitizers those are left out that run no code that the ones before do not. */
+static inline uint32_t steps_of(const shape_t *shape) {
+  if (!SANITIZED) return 6;
+  return shape->micro_batches ? 4 : 3;
+}
 
 /* ---- values */
-/* Functions on memory that no other thread knows. ThreadSanitizer would find nothing there and take most of a test's
- * time; memory of the library goes through memcpy(), which it checks. */
-#ifdef __SANITIZE_THREAD__
-#define OWN_MEMORY __attribute__((no_sanitize("thread")))
-#else
-#define OWN_MEMORY
-#endif
 OWN_MEMORY static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
   uint64_t x = a * UINT64_C(0x9e3779b97f4a7c15) ^ b * UINT64_C(0xd1342543de82ef95) ^ c * UINT64_C(0xa0761d6478bd642f);
   x ^= x >> 32;
@@ -121,9 +119,51 @@ typedef struct {
   const void *param;
   void *grad;
 } call_t;
-/* The library's bytes, copied; the caller frees them. */
+/* Memory for a moment, which a thread uses again and again: of fresh memory a sanitizer has to map the shadow each time,
+ * which takes longer than what the test does there. */
+typedef struct {
+  void *at;
+  uint64_t bytes;
+  bool taken;
+} buffer_t;
+typedef struct {
+  buffer_t all[4]; /* so many are taken at once */
+} buffers_t;
+static pthread_key_t buffers_key;
+static pthread_once_t buffers_once = PTHREAD_ONCE_INIT;
+static void buffers_free(void *user) {
+  buffers_t *b = user;
+  for (size_t i = 0; i < sizeof b->all / sizeof *b->all; i++) free(b->all[i].at);
+  free(b);
+}
+static void buffers_begin(void) { CHECK(!pthread_key_create(&buffers_key, buffers_free)); }
+static void *buffer_take(uint64_t bytes) {
+  CHECK(!pthread_once(&buffers_once, buffers_begin));
+  buffers_t *b = pthread_getspecific(buffers_key);
+  if (!b) {
+    b = calloc(1, sizeof *b);
+    CHECK(b && !pthread_setspecific(buffers_key, b));
+  }
+  buffer_t *free_one = b->all;
+  while (free_one->taken) CHECK(++free_one < b->all + sizeof b->all / sizeof *b->all);
+  if (free_one->bytes < bytes) {
+    free(free_one->at);
+    free_one->at = malloc(bytes);
+    free_one->bytes = bytes;
+  }
+  free_one->taken = true;
+  return free_one->at;
+}
+/* By the thread that took it. */
+static void buffer_give_back(const void *at) {
+  buffer_t *one = ((buffers_t *)pthread_getspecific(buffers_key))->all;
+  while (one->at != at) one++;
+  CHECK(one->taken);
+  one->taken = false;
+}
+/* The library's bytes, copied into a buffer. */
 static void *copied(const void *from, uint64_t bytes) {
-  void *here = malloc(bytes);
+  void *here = buffer_take(bytes);
   memcpy(here, from, bytes);
   return here;
 }
@@ -141,7 +181,7 @@ static void forward(void *user) {
   void *param = copied(c->param, count * bytes);
   uint64_t wrong = count_wrong(param, model->param + model->first[c->layer], count, bytes);
   if (wrong) atomic_fetch_add(&c->k->wrong, wrong);
-  free(param);
+  buffer_give_back(param);
   free(c);
 }
 OWN_MEMORY static void make_gradient(const call_t *c, void *grad, bool adds) {
@@ -155,10 +195,10 @@ OWN_MEMORY static void make_gradient(const call_t *c, void *grad, bool adds) {
 }
 static void run_backward(call_t *c, bool adds) {
   const uint64_t size = c->k->model.elements[c->layer] * c->k->shape.element_bytes;
-  void *grad = adds ? copied(c->grad, size) : malloc(size);
+  void *grad = adds ? copied(c->grad, size) : buffer_take(size);
   make_gradient(c, grad, adds);
   memcpy(c->grad, grad, size);
-  free(grad);
+  buffer_give_back(grad);
   free(c);
 }
 static void backward(void *user) { run_backward(user, false); } /* the gradient takes its parameter's bytes */
@@ -199,12 +239,13 @@ static void update_span(void *user, const gemini_update_span_t *span) {
   rank_t *k = user;
   const uint64_t bytes = k->shape.element_bytes, count = span->element_count;
   void *values[4];
-  for (int i = 0; i < 4; i++) values[i] = i ? copied(span->ptr[i], count * (i < 2 ? bytes : 4)) : malloc(count * bytes);
+  for (int i = 0; i < 4; i++)
+    values[i] = i ? copied(span->ptr[i], count * (i < 2 ? bytes : 4)) : buffer_take(count * bytes);
   const uint64_t wrong = count_wrong(values[1], k->model.gradient + span->first_element, count, k->shape.element_bytes);
   sgd_all(values, count, k->shape.element_bytes);
   for (int i = 0; i < 4; i++) {
     if (i != 1) memcpy(span->ptr[i], values[i], count * (i < 2 ? bytes : 4));
-    free(values[i]);
+    buffer_give_back(values[i]);
   }
   if (wrong) atomic_fetch_add(&k->wrong, wrong);
   if (wrong && span->tier == HOST) atomic_fetch_add(&k->wrong_on_host, wrong);
@@ -612,7 +653,7 @@ static void check_slices(rank_t *k) {
       CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
       void *values = copied(slice.ptr, size);
       wrong += count_wrong(values, k->model.gradient + k->model.first[layer] + offset / bytes, size / bytes, bytes);
-      free(values);
+      buffer_give_back(values);
       CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
     }
   }
@@ -685,7 +726,8 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   rank_open(k, shape, rank, group);
   gemini_group_stats_t stats = GEMINI_GROUP_STATS_INIT;
   uint64_t gathered_first = 0;
-  for (uint32_t n = 0; n < STEPS; n++) {
+  const uint32_t steps = steps_of(shape);
+  for (uint32_t n = 0; n < steps; n++) {
     CHECK_OK(step(k, n, n != 2));
     CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &stats));
     if (!n) gathered_first = stats.gathered_chunks;
@@ -695,19 +737,19 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &updated, sizeof updated, all));
   for (uint32_t r = 0; r < shape->ranks; r++) sum += all[r];
   /* each element once a step, by one rank of each replica */
-  CHECK_EQ(sum, STEPS * k->model.first[LAYERS] * (shape->ranks / shard_ranks(shape)));
+  CHECK_EQ(sum, steps * k->model.first[LAYERS] * (shape->ranks / shard_ranks(shape)));
   check_stored(k, fd);
   CHECK_EQ(stats.ranks, shape->ranks);
   CHECK_EQ(stats.rank, rank);
   CHECK_EQ(stats.shard_ranks, shard_ranks(shape));
   const uint64_t chunk = chunk_of(shape);
   uint64_t chunks = (k->model.first[LAYERS] * shape->element_bytes + chunk - 1) / chunk;
-  CHECK_EQ(k->model.rounds >= STEPS, true);
+  CHECK_EQ(k->model.rounds >= steps, true);
   CHECK_EQ(stats.reduced_chunks, k->model.rounds * chunks);
   /* From the second step on, each chunk is gathered once a step if there is room for all, whatever the stage. */
   if (shape->device_chunks >= 64 && !shape->micro_batches)
-    CHECK_EQ(stats.gathered_chunks - gathered_first, (STEPS - 1) * chunks);
-  else CHECK(stats.gathered_chunks - gathered_first >= (STEPS - 1) * chunks);
+    CHECK_EQ(stats.gathered_chunks - gathered_first, (steps - 1) * chunks);
+  else CHECK(stats.gathered_chunks - gathered_first >= (steps - 1) * chunks);
   CHECK_EQ(stats.gathered_bytes,
            stats.gathered_chunks * chunk - stats.gathered_chunks * own_bytes(shape, rank % shard_ranks(shape)));
   figures_t s = world_stats(&k->w);

@@ -333,7 +333,7 @@ static void random_calls(uint64_t seed, uint64_t file_chunks) {
   world_close(&w);
 }
 static void test_random_calls_have_the_bytes_of_one_array(void) {
-  for (uint64_t seed = 0; seed < 40; seed++) random_calls(seed, seed % 2 ? 30 : 0);
+  for (uint64_t seed = 0; seed < check_repetitions(40); seed++) random_calls(seed, seed % 2 ? 30 : 0);
 }
 
 int main(void) {

@@ -83,7 +83,7 @@ static void test_training_in_little_memory_has_the_same_bits(void) {
 
 static void test_gradients_of_micro_batches_are_added_in_their_order(void) {
   process_t before = process_now();
-  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks++) {
+  for (uint32_t ranks = 1; ranks <= RANKS_MOST; ranks += SANITIZED ? 2 : 1) {
     for (uint32_t stage = GEMINI_ZERO_STATES; stage <= GEMINI_ZERO_PARAMS; stage++) {
       shape_t shape = { .ranks = ranks, .stage = stage, .device_chunks = 64, .host_chunks = 96 };
       shape.element_bytes = (ranks + stage) & 1 ? 2 : 4;
@@ -431,6 +431,7 @@ static gemini_status_t failing_step(rank_t *k, failure_t how, uint32_t n) {
   return status ? status : gemini_iteration_end(k->w.mgr);
 }
 
+enum { FAILING_STEPS = 6 }; /* within these a failure comes */
 static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group_id_t *id, failure_t how) {
   static rank_t k;
   gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
@@ -439,7 +440,7 @@ static void failing_rank(const shape_t *shape, uint32_t rank, const gemini_group
   rank_open(&k, shape, rank, group);
   gemini_status_t status = GEMINI_OK;
   uint64_t begin_ns = 0;
-  for (uint32_t n = 0; n < STEPS && !status; n++) {
+  for (uint32_t n = 0; n < FAILING_STEPS && !status; n++) {
     begin_ns = now_ns();
     status = failing_step(&k, how, n);
   }
@@ -507,7 +508,7 @@ static void failing_table_rank(const shape_t *shape, uint32_t rank, area_t *area
   static rank_t k;
   gemini_status_t status = GEMINI_OK;
   rank_open(&k, shape, rank, config_of_tables(areas, rank, shape->ranks, table, rank == 1 ? fail_at : 0));
-  for (uint32_t n = 0; n < STEPS && !status; n++) status = failing_step(&k, FAILURES, n);
+  for (uint32_t n = 0; n < FAILING_STEPS && !status; n++) status = failing_step(&k, FAILURES, n);
   CHECK_EQ(status, GEMINI_ERR_PEER);
   gemini_error_info_t first = world_error();
   if (rank == 1) CHECK_SAYS(first.message, "rank 1 of 3: ");

@@ -615,7 +615,7 @@ static void random_program(uint64_t seed) {
   model_close(&t);
 }
 static void test_speculate_random_programs_have_the_bits_of_plain_updates(void) {
-  for (uint64_t seed = 0; seed < 24; seed++) random_program(seed);
+  for (uint64_t seed = 0; seed < check_repetitions(24); seed++) random_program(seed);
 }
 
 /* ---- the plan */

@@ -272,8 +272,17 @@ static void rank_sum(const gmi_rank_sum_t *args) {
   gmi_reduce(args->dtype, (gmi_reduce_t)args->reduce, args->ranks, from, (void *)(uintptr_t)args->own, args->count);
 }
 
+/* Between two looks at what other threads do, without the lock. Each look waits longer than the one before: many
+ * channels that look every few microseconds leave no time to those that they wait for. */
+static void look_again(uint32_t *looks) {
+  const uint32_t doublings = *looks < 6 ? *looks : 6;
+  nanosleep(&(struct timespec){ 0, 5000L << doublings }, NULL);
+  *looks += 1;
+}
+
 static void run_graph(const struct cu_graph *graph);
 static void run(task_t *task) { /* with the lock, which it gives up while it works */
+  uint32_t looks = 0;
   switch (task->kind) {
   case TASK_RECORD:
     task->event->done = task->number;
@@ -288,7 +297,7 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
     for (bool over = false; !over && !lost;) {
       pthread_mutex_unlock(&lock);
       over = task->step(task->dst);
-      if (!over) nanosleep(&(struct timespec){ 0, 5000 }, NULL);
+      if (!over) look_again(&looks);
       pthread_mutex_lock(&lock);
     }
     break;
@@ -296,7 +305,7 @@ static void run(task_t *task) { /* with the lock, which it gives up while it wor
     while (!lost && (int64_t)(atomic_load_explicit((const _Atomic uint64_t *)task->src, memory_order_acquire) -
                               task->number) < 0) {
       pthread_mutex_unlock(&lock);
-      nanosleep(&(struct timespec){ 0, 5000 }, NULL);
+      look_again(&looks);
       pthread_mutex_lock(&lock);
     }
     break;

@@ -143,19 +143,33 @@ static void check_failed(rank_t *r, const char *words) {
 }
 
 /* ---- what is computed */
-static uint8_t pattern(uint32_t rank, uint64_t i, uint32_t n) {
+OWN_MEMORY static uint8_t pattern(uint32_t rank, uint64_t i, uint32_t n) {
   return (uint8_t)(i * 7 + rank * 101 + n * 13 + i / 251);
+}
+OWN_MEMORY static void pattern_fill(unsigned char *to, uint32_t rank, uint64_t size, uint32_t n) {
+  for (uint64_t i = 0; i < size; i++) to[i] = pattern(rank, i, n);
+}
+OWN_MEMORY static uint64_t pattern_wrong(const unsigned char *bytes, uint32_t rank, uint64_t size, uint32_t n) {
+  uint64_t wrong = 0;
+  for (uint64_t i = 0; i < size; i++) wrong += bytes[i] != pattern(rank, i, n);
+  return wrong;
+}
+/* What a rank has on a device is read by memcpy(), so that ThreadSanitizer finds reads that come too early. */
+static void pattern_check(const unsigned char *bytes, uint32_t rank, uint64_t size, uint32_t n) {
+  unsigned char *copy = malloc(size + 1);
+  memcpy(copy, bytes, size);
+  CHECK_EQ(pattern_wrong(copy, rank, size, n), 0);
+  free(copy);
 }
 static void gathers(rank_t *r, void *user) {
   const uint64_t sizes[] = { 0, 1, 3, 4096, 1000003 };
   (void)user;
   for (uint32_t n = 0; n < 10; n++) {
     uint64_t size = sizes[n % 5];
-    for (uint64_t i = 0; i < size; i++) r->memory[r->comm.rank * size + i] = pattern(r->comm.rank, i, n);
+    pattern_fill(r->memory + r->comm.rank * size, r->comm.rank, size, n);
     CHECK_EQ(gather(r, size, "a"), GEMINI_OK);
     settle(r, r->stream);
-    for (uint32_t p = 0; p < r->comm.ranks; p++)
-      for (uint64_t i = 0; i < size; i++) CHECK_EQ(r->memory[p * size + i], pattern(p, i, n));
+    for (uint32_t p = 0; p < r->comm.ranks; p++) pattern_check(r->memory + p * size, p, size, n);
   }
   CHECK_EQ(r->comm.ops->poll(r->comm.self), GEMINI_OK);
 }
@@ -215,11 +229,11 @@ static void broadcasts(rank_t *r, void *user) {
   for (uint32_t n = 0; n < 12; n++) {
     uint64_t size = sizes[n % 4];
     uint32_t root = n % r->comm.ranks;
-    for (uint64_t i = 0; i < size; i++) r->memory[i] = pattern(r->comm.rank, i, n);
+    pattern_fill(r->memory, r->comm.rank, size, n);
     r->memory[size] = 0xA5;
     CHECK_EQ(r->comm.ops->broadcast(r->comm.self, r->memory, size, root, r->stream, "b"), GEMINI_OK);
     settle(r, r->stream);
-    for (uint64_t i = 0; i < size; i++) CHECK_EQ(r->memory[i], pattern(root, i, n));
+    pattern_check(r->memory, root, size, n);
     CHECK_EQ(r->memory[size], 0xA5);
   }
   CHECK_EQ(r->comm.ops->broadcast(r->comm.self, r->memory, 8, r->comm.ranks, r->stream, "b"), GEMINI_ERR_INVALID);
@@ -325,10 +339,9 @@ static void exchanges(rank_t *r, void *user) {
   for (uint32_t n = 0; n < 10; n++) {
     uint64_t size = sizes[n % 5];
     memset(all, 0xEE, ranks * size + 1);
-    for (uint64_t i = 0; i < size; i++) mine[i] = pattern(r->comm.rank, i, n);
+    pattern_fill(mine, r->comm.rank, size, n);
     CHECK_EQ(r->comm.ops->exchange(r->comm.self, mine, size, all, "e"), GEMINI_OK);
-    for (uint32_t p = 0; p < ranks; p++)
-      for (uint64_t i = 0; i < size; i++) CHECK_EQ(all[p * size + i], pattern(p, i, n));
+    for (uint32_t p = 0; p < ranks; p++) pattern_check(all + p * size, p, size, n);
     CHECK_EQ(all[ranks * size], 0xEE);
   }
   free(all);

@@ -1001,34 +1001,35 @@ static void test_device_add_has_the_bits_of_the_host(void) {
   enum { MOST = 65536 /* bytes */ };
   static const uint32_t widths[] = { 4, 2, 2, 8 };
   void *device = device_open(16 * MIB, 0, 0);
-  uint64_t size = round_up(device, 4 * MOST), random = 5;
+  const uint64_t size = round_up(device, 4 * MOST), used = 4 * MOST;
+  uint64_t random = 5;
   uint32_t stream = stream_new(device);
   unsigned char *memory = memory_new(device, size), *host = host_new(device, size), *before = host_new(device, size);
-  unsigned char *expected = malloc(size);
+  unsigned char *expected = malloc(used);
   for (int i = 0; i < 200; i++) {
     const uint32_t dtype = (uint32_t)i % 4, width = widths[dtype];
     const bool to_host = i / 4 % 2, whole = i % 5 == 0;
     const uint64_t most = MOST / width - 64, count = whole ? most : check_random(&random) % (i % 3 ? 300 : most);
     const uint64_t from = 16 * (check_random(&random) % 16),
                    to = 2 * MOST + (whole ? 0 : width * (check_random(&random) % 16));
-    for (uint64_t at = 0; at < size; at += 2) {
+    for (uint64_t at = 0; at < used; at += 2) {
       uint64_t value = check_random(&random) % 4096; /* finite values that round when they are added, mostly */
       uint16_t half = (uint16_t)((at / 2 % (width / 2) + 1 == width / 2 ? 0x3000u : 0u) + (value & 0x8FFFu));
       memcpy(before + at, &half, 2);
     }
-    memcpy(expected, before, size);
+    memcpy(expected, before, used);
     gmi_reduce(dtype, GMI_REDUCE_SUM, 2, (const void *const[]){ before + to, before + from }, expected + to, count);
-    copy_in(device, stream, memory, before, size);
-    memcpy(host, before, size);
+    copy_in(device, stream, memory, before, used);
+    memcpy(host, before, used);
     CHECK_EQ(ops->queue.add(device, stream, NULL, NULL, dtype, 0), GEMINI_OK);
     CHECK_EQ(ops->queue.add(device, stream, (to_host ? host : memory) + to, memory + from, dtype, count), GEMINI_OK);
     stream_drain(device, stream);
     if (!to_host) {
-      CHECK_EQ(ops->queue.copy(device, stream, host, memory, size, GMI_COPY_D2H), GEMINI_OK);
+      CHECK_EQ(ops->queue.copy(device, stream, host, memory, used, GMI_COPY_D2H), GEMINI_OK);
       stream_drain(device, stream);
     }
-    CHECK(!memcmp(host, expected, size));
-    CHECK(count < 100 || memcmp(host, before, size) != 0);
+    CHECK(!memcmp(host, expected, used));
+    CHECK(count < 100 || memcmp(host, before, used) != 0);
   }
   free(expected);
   host_delete(device, before, size);

@@ -59,7 +59,7 @@ static bool error_is_the_drivers(void) {
 static void test_stream_that_could_not_be_destroyed_stays(void) {
   bool reached = true;
   uint64_t failed = 0;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     use_stream(&g);
     uint64_t first = fake_cuda_calls() + 1 + n;
@@ -85,7 +85,7 @@ static void test_stream_that_could_not_be_destroyed_stays(void) {
 static void test_device_budget_that_could_not_be_changed_stays(void) {
   bool reached = true;
   uint64_t failed = 0;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     use_stream(&g);
     uint64_t first = fake_cuda_calls() + 1 + n;
@@ -114,7 +114,7 @@ static void test_device_budget_that_could_not_be_changed_stays(void) {
 static void test_every_failure_of_the_driver_is_named(void) {
   bool reached = true;
   uint64_t failed = 0;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     gemini_stream_t other;
     CHECK_OK(gemini_stream_create(g.w.mgr, &other));
@@ -153,7 +153,7 @@ static void write_later(void *user) {
 static void test_host_release_that_the_driver_refuses_keeps_its_work(void) {
   bool reached = true;
   uint64_t failed = 0;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     for (uint64_t i = 0; i < 2; i++) { /* the second one: slots with work of another stream */
       gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ_WRITE, HOST);
@@ -190,7 +190,7 @@ static void read_later(void *user) {
 static void test_strict_leaves_work_its_mapping_where_waiting_fails(void) {
   bool reached = true;
   flags = GEMINI_CONFIG_STRICT;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     world_fill(&g.w, g.t, 0, 4096, HOST, 7);
     gemini_access_t a = world_part(g.t, 0, W, GEMINI_READ, DEVICE), down = world_part(g.t, 0, W, 0, HOST);
@@ -219,7 +219,7 @@ static void test_strict_leaves_work_its_mapping_where_waiting_fails(void) {
 static void test_third_reader_that_cannot_wait_is_waited_for(void) {
   enum { READERS = 3 };
   bool reached = true;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     gpu_t g = start();
     gemini_stream_t streams[READERS] = { g.stream, g.w.stream };
     CHECK_OK(gemini_stream_create(g.w.mgr, &streams[2]));

@@ -572,7 +572,7 @@ static void test_reserve_is_not_passed_on_to_children(void) {
 }
 
 static void test_reserve_that_the_system_refuses_is_an_error(void) {
-  if (SANITIZED || getenv("GEMINI_VALGRIND")) return; /* they need more addresses than the limit leaves */
+  if (check_is_slow()) return; /* they need more addresses than the limit leaves */
   pid_t child = fork();
   CHECK(child >= 0);
   if (!child) {
@@ -812,7 +812,7 @@ static void test_blocks_of_many_threads_never_overlap_and_all_come_back(void) {
   range_t range;
   gmi_host_heap_t *b = blocks_new(&range, 13 * MIB + 64 * KIB, MIB);
   static program_t p;
-  p = (program_t){ .blocks = b, .range = &range, .steps = SANITIZED || getenv("GEMINI_VALGRIND") ? 6000 : 60000 };
+  p = (program_t){ .blocks = b, .range = &range, .steps = check_is_slow() ? 6000 : 60000 };
   for (int i = 0; i < SLOTS; i++) pthread_mutex_init(&p.slots[i].lock, NULL);
   pthread_t threads[THREADS];
   actor_t actors[THREADS];
@@ -1155,7 +1155,7 @@ static void test_blocks_misused_are_refused(void) {
 }
 
 static void test_blocks_can_be_opened_again_and_again(void) {
-  for (int i = 0; i < (SANITIZED || getenv("GEMINI_VALGRIND") ? 300 : 5000); i++) { /* more than arenas exist */
+  for (int i = 0; i < (check_is_slow() ? 300 : 5000); i++) { /* more than arenas exist */
     range_t range;
     gmi_host_heap_t *b = blocks_new(&range, 4 * MIB, MIB);
     void *block;
@@ -1256,7 +1256,7 @@ static void budget_program(uint64_t budget, uint32_t flags, uint64_t block_bytes
 }
 
 static void test_budget_is_what_the_process_holds(void) {
-  if (SANITIZED || getenv("GEMINI_VALGRIND")) return; /* they hold memory of their own for each of ours */
+  if (check_is_slow()) return; /* they hold memory of their own for each of ours */
   const struct {
     uint64_t budget_bytes;
     uint32_t flags;

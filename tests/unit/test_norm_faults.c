@@ -95,7 +95,7 @@ static void test_norm_after_a_kernel_or_its_answer_could_not_be_queued(void) {
 static void test_norm_with_each_driver_call_failing_once(void) {
   bool reached = true;
   uint64_t failed = 0;
-  for (uint64_t n = 0; reached; n++) {
+  for (uint64_t n = 0; reached; n += check_stride()) {
     world_t w = start();
     double found = -1;
     uint64_t first = fake_cuda_calls() + 1 + n;

@@ -676,7 +676,7 @@ static void test_zeros_that_are_not_written_yet_are_read_as_zeros(void) {
 static void test_random_steps_keep_every_byte(void) {
   const char *first = getenv("GEMINI_STRESS_SEED");
   uint64_t seed = first ? strtoull(first, NULL, 0) : 1;
-  for (uint64_t i = 0; i < (first ? 1 : 60); i++) random_program(seed + i, (seed + i) % 4 != 0);
+  for (uint64_t i = 0; i < (first ? 1 : check_repetitions(60)); i++) random_program(seed + i, (seed + i) % 4 != 0);
 }
 
 int main(void) {

@@ -1,8 +1,9 @@
 """Each architecture of the table is trained, evaluated and saved in a session, with the bits that torch alone gives.
 
 In less device memory than its parameters, gradients and momentum take: 40 % of that by default, the model built within
-gm.init(); and 12 %, strict, the model built before. GEMINI_ARCHITECTURES=all runs both shares strict and by default,
-built within and before. `-k falcon` runs one architecture.
+gm.init(); or 12 %, strict, the model built before. Each architecture in one of the two ways, the next in the other one;
+GEMINI_ARCHITECTURES=both runs it in both, and GEMINI_ARCHITECTURES=all with both shares strict and by default, built
+within and before. `-k falcon` runs one architecture.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -29,7 +30,8 @@ from conftest import overwrite_the_device
 from libgemini.torch import torchrule
 from libgemini.torch.backward import Backward
 
-ALL = os.environ.get("GEMINI_ARCHITECTURES") == "all"
+WHICH = os.environ.get("GEMINI_ARCHITECTURES", "one")
+ALL = WHICH == "all"
 BOTH = False, True
 WAYS = list(itertools.product((40, 12), BOTH, BOTH)) if ALL else [(40, False, True), (12, True, False)]
 STAGES = ("built", "trained", "clipped", "accumulated", "evaluated", "generated", "trained again")
@@ -285,7 +287,8 @@ def compare(name, way, stages):
 def parameters(known):
     """Each architecture in each way; what is known to fail is marked. Other ways than CI's may fail or not."""
     out = []
-    for name, one in itertools.product(ARCHITECTURES, WAYS):
+    in_turn = zip(ARCHITECTURES, itertools.cycle(WAYS))
+    for name, one in in_turn if WHICH == "one" else itertools.product(ARCHITECTURES, WAYS):
         built = INSIDE if one[2] else BEFORE
         reason = known.get(name) or known.get((name, built)) or known.get(built)
         marks = [pytest.mark.xfail(strict=not ALL, raises=AssertionError, reason=reason)] if reason else []

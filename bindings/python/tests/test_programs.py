@@ -26,7 +26,7 @@ from libgemini.torch.holds import Holds
 from operations import KNOWN, OPS, parse, write
 from programs import MOST_RAISED, MOST_REFUSED, MOST_UNSEEN, Verdict, judge, shrink, told, warm
 
-FIRST, COUNT = int(os.environ.get("GEMINI_PROGRAMS_FROM", "0")), int(os.environ.get("GEMINI_PROGRAMS", "100"))
+FIRST, COUNT = int(os.environ.get("GEMINI_PROGRAMS_FROM", "0")), int(os.environ.get("GEMINI_PROGRAMS", "50"))
 SEEDS = range(FIRST, FIRST + COUNT)
 PROGRAMS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "programs.py")
 
