@@ -27,6 +27,7 @@ done
 ((${#lanes[@]})) || lanes=("${every_lane[@]}")
 
 tests/setup.sh --test || exit 1
+took="setup $SECONDS s"
 
 # What each lane builds, and how its tests run, says CMakePresets.json.
 lane() {
@@ -52,8 +53,11 @@ steps_of() {
 
 failed=()
 for name in "${lanes[@]}"; do
+  begin=$SECONDS
   GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} lane "$name" || failed+=("$name")
+  took+=", $name $((SECONDS - begin)) s"
 done
+echo "run.sh: $took, in all $SECONDS s"
 if ((${#failed[@]})); then
   echo "run.sh: failed lanes: ${failed[*]}" >&2
   exit 1

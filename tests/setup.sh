@@ -59,8 +59,7 @@ if ((tools)); then
     echo "setup.sh: installing tests/requirements.txt into build/venv"
     rm -rf build/venv
     python3 -m venv build/venv
-    # Most of what is installed is never imported: what is, Python compiles when it first is.
-    pip=(build/venv/bin/pip install --quiet --disable-pip-version-check --no-compile)
+    pip=(build/venv/bin/pip install --quiet --disable-pip-version-check)
     # PyPI's torch brings CUDA along; the one for processors alone is at PyTorch's own index, or where pip is set up for.
     torch=$(grep '^torch==' tests/requirements.txt)
     if "${pip[@]}" "$torch" 2>/dev/null ||

@@ -15,6 +15,9 @@ case $name in
 esac
 uv=build/venv/bin/uv # of tests/setup.sh; pip takes 220 seconds for what takes uv 20
 export UV_CACHE_DIR=$PWD/build/uv UV_NO_PROGRESS=1
+# uv installs sources alone. Python compiles what is imported once, not in each process, and keeps it out of the sources.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$PWD/build/pycache
 
 # The stamp says for which lists the environment was made; one that is half made has none.
 venv=$PWD/build/venv-torch-$name

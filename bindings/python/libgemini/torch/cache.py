@@ -344,7 +344,9 @@ class Layer(cache_utils.DynamicLayer):
     def reset(self) -> None:
         """Removes all, and gives the memory back."""
         self.shorten(0)
-        self.rows = self.keys = self.values = None
+        self.rows = None
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         self.lost = self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
