@@ -695,27 +695,38 @@ gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
   return status;
 }
 
-/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, and NCCL
- * could mix up the bytes without a word: no rank goes on. */
-static void give_up_held(gmi_manager_t *m, gmi_group_t *g, const char *why) {
+/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, or twice what
+ * they queue once, and NCCL could mix up the bytes without a word: no rank goes on. */
+static void give_up_batch(gmi_manager_t *m, gmi_group_t *g, const char *why) {
   g->held.count = 0;
   m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
   gmi_group_give_up(g, why);
 }
 
+gemini_status_t gmi_gather_batch_fails(gmi_manager_t *m, gmi_group_t *g, gemini_status_t status) {
+  gmi_failure_t why;
+  if (!g->held.count) return status;
+  gmi_fail_keep(status, &why);
+  give_up_batch(m, g, why.message);
+  return gmi_fail_again(&why);
+}
+
 void gmi_gather_batch_begin(gmi_manager_t *m) { m->groups.batches++; }
-gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status) {
+gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status, bool anew) {
   gmi_failure_t first;
   GMI_ASSERT(m->groups.batches);
-  m->groups.batches--;
-  if (!m->groups.held_streams) return status;
+  const uint64_t twice = status && anew ? m->groups.batch_streams : 0;
+  if (--m->groups.batches == 0) m->groups.batch_streams = 0;
+  if (!m->groups.held_streams && !twice) return status;
   gmi_fail_keep(status, &first);
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     gmi_group_t *g = m->groups.at[i];
-    if (!g || !g->held.count) continue;
     gemini_status_t queued = GEMINI_OK;
-    if (status) give_up_held(m, g, first.message);
-    else queued = queue_held(m, g);
+    if (!g) continue;
+    /* Communicators whose calls block notice ranks that call different things. */
+    const bool twice_here = twice >> g->gather_stream & 1 && g->gather.ops->queues && g->gather.ranks > 1;
+    if (status && (g->held.count || twice_here)) give_up_batch(m, g, first.message);
+    if (!status) queued = queue_held(m, g);
     if (queued && !first.status) gmi_fail_keep(queued, &first);
   }
   return gmi_fail_again(&first);
@@ -742,6 +753,7 @@ gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer,
   gmi_fence_t begin = 0;
   collective_t what = { .group = g, .kind = GATHER, .buffer = buffer, .count = slice_bytes };
   label(m, &what, name, chunk);
+  if (m->groups.batches) m->groups.batch_streams |= UINT64_C(1) << g->gather_stream;
   if (m->groups.batches && g->gather.ops->all_gathers && g->gather.ranks > 1 && !rest_bytes)
     return hold_back(m, &what, arrive_out);
   gemini_status_t status = gmi_fence_now(m, g->gather_stream, &begin); /* behind those that are held back */

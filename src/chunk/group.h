@@ -97,12 +97,17 @@ gemini_status_t gmi_groups_known(gmi_manager_t *m);
  * In a batch, gathers may be held back, to be queued together, at the latest where the batch ends. All ranks have the
  * same batches, in which nothing but a failure places a mark on the stream: then they queue the same ones together.
  * Batches nest. A failure to queue some is one of the whole group; whichever call queues them returns it.
- * gmi_gather_batch_end() returns status, if that is OK a failure of its own; if it is not OK and gathers are held back,
- * the group has failed with its words. */
+ * gmi_gather_batch_end() returns status, if that is OK a failure of its own. If it is not OK, the call that made the
+ * batch may be made again, and must not queue other gathers then than other ranks, which NCCL would not notice. So a
+ * group fails with its words if gathers are held back, or, anew, if any of the batch were queued: anew, the call drops
+ * what it has gathered and gathers it again. */
 gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes,
                                  uint64_t rest_bytes, const char *name, uint32_t chunk, gmi_fence_t *arrive_out);
 void gmi_gather_batch_begin(gmi_manager_t *m);
-gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status);
+gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status, bool anew);
+/* What was to be done for the next gather of a batch has failed with status, the thread's last error, which it returns.
+ * Gathers that are held back are never queued: the group fails. */
+gemini_status_t gmi_gather_batch_fails(gmi_manager_t *m, gmi_group_t *g, gemini_status_t status);
 gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream);
 /* Queues the sum of a chunk's gradients, likewise. */
 gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,

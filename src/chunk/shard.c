@@ -334,6 +334,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
     if (!status && gathers) status = gather(m, c, &p, arrive, &arrive);
   }
   if (status) {
+    status = gmi_gather_batch_fails(m, p.group, status); /* before marks would queue what is held back */
     /* What was queued may still run: the frame is reusable after it. */
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, stream));
     ready = gmi_fence_join(m, ready, gmi_fence_later(m, p.group->gather_stream));

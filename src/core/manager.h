@@ -435,6 +435,7 @@ typedef struct gmi_manager {
     uint32_t peak_op;                        /* peak of frames and pages in use, together, since the op began */
     uint64_t gather_streams, reduce_streams; /* bit per stream */
     uint32_t batches;                        /* open gmi_gather_batch_begin() */
+    uint64_t batch_streams;                  /* bit per stream: gathers of the open batches are on it, or held back */
     uint64_t held_streams;                   /* bit per stream: gathers wait to be queued on it */
     /* Constant: queues what waits for a stream of held_streams, of which the bit is then 0, also after a failure */
     gemini_status_t (*queue_held)(struct gmi_manager *m, uint32_t stream);

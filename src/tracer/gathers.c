@@ -265,7 +265,7 @@ gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const c
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = prepare_gathers(m, &kind->groups[i], op);
   gmi_gather_batch_begin(m);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = queue_gathers(m, &kind->groups[i], op);
-  return gmi_gather_batch_end(m, status);
+  return gmi_gather_batch_end(m, status, false);
 }
 
 /* ---- what the ranks compare */

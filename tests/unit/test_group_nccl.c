@@ -468,6 +468,67 @@ static void test_an_acquire_that_lacks_room_halfway_fails_the_group(void) {
   fakes_end();
 }
 
+/* The same, where the device refuses a mapping: marks behind what was queued must not queue what is held back. */
+static void gathers_cannot_map(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  rank_open(k, &t->shape, t->rank, t->group);
+  gemini_access_t two = world_part(k->params, 0, 2 * chunk_of(&t->shape), GEMINI_READ, DEVICE);
+  gemini_access_t all = world_whole(k->params, GEMINI_READ, DEVICE);
+  CHECK_OK(gemini_acquire(k->w.mgr, &two, 1, k->w.stream)); /* maps them */
+  CHECK_OK(gemini_release(k->w.mgr, &two, 1, k->w.stream));
+  CHECK_OK(gemini_stream_synchronize(k->w.mgr, k->w.stream));
+  pthread_barrier_wait(&barrier);
+  if (t->rank == 0) {
+    const uint32_t groups = fake_nccl_calls("ncclGroupStart");
+    fake_cuda_fail_function("cuMemMap", CU_OUT_OF_MEMORY);
+    CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_OOM_SYSTEM); /* the third chunk */
+    fake_cuda_fail_function(NULL, 0);
+    CHECK_EQ(fake_nccl_calls("ncclGroupStart"), groups);
+    CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_PEER);
+    CHECK_SAYS(world_error().message, "CUDA_ERROR_OUT_OF_MEMORY");
+  }
+  pthread_barrier_wait(&barrier);
+  failed_close(k);
+}
+static void test_an_acquire_that_cannot_map_halfway_fails_the_group(void) {
+  fakes_begin();
+  run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), 0, SHORT_NS, gathers_cannot_map);
+  fakes_end();
+}
+
+/* Slices of three ranks leave something over, so that no gather is held back: those of an acquire that fails have been
+ * queued, and outside of operators it would gather them again. */
+static void gathers_twice(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  rank_open(k, &t->shape, t->rank, t->group);
+  gemini_access_t all = world_whole(k->params, GEMINI_READ, DEVICE);
+  CHECK(chunk_of(&t->shape) / t->shape.element_bytes % (3 * 256));
+  pthread_barrier_wait(&barrier);
+  if (t->rank == 0) {
+    void *taken[2] = { 0 }; /* all the room is taken, but for two chunks' */
+    for (void *now; !gemini_alloc(k->w.mgr, chunk_of(&t->shape), k->w.stream, &now);) {
+      taken[0] = taken[1];
+      taken[1] = now;
+    }
+    for (int i = 0; i < 2; i++) CHECK_OK(gemini_free(k->w.mgr, taken[i], k->w.stream));
+    CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_OOM_DEVICE);
+    const uint32_t gathers = fake_nccl_calls("ncclAllGather");
+    CHECK(gathers > 0);
+    CHECK_STATUS(gemini_acquire(k->w.mgr, &all, 1, k->w.stream), GEMINI_ERR_PEER);
+    CHECK_SAYS(world_error().message, "more bytes of device memory are needed");
+    CHECK_EQ(fake_nccl_calls("ncclAllGather"), gathers);
+  }
+  pthread_barrier_wait(&barrier);
+  failed_close(k);
+}
+static void test_an_acquire_that_would_gather_twice_fails_the_group(void) {
+  fakes_begin();
+  shape_t shape = shape_of(3, GEMINI_ZERO_PARAMS, 4);
+  shape.device_chunks = 12;
+  run_over_nccl(shape, 0, SHORT_NS, gathers_twice);
+  fakes_end();
+}
+
 /* Rank 3 stops: its replica notices at the deadline, and the other one at its own. */
 static void stops_in_a_replica(rank_thread_t *t) {
   rank_t *k = malloc(sizeof *k);
@@ -716,6 +777,8 @@ int main(void) {
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);
   RUN(test_gathers_that_fail_together_fail_the_group);
   RUN(test_an_acquire_that_lacks_room_halfway_fails_the_group);
+  RUN(test_an_acquire_that_cannot_map_halfway_fails_the_group);
+  RUN(test_an_acquire_that_would_gather_twice_fails_the_group);
   RUN(test_a_rank_that_stops_fails_all_replicas);
   RUN(test_a_wait_outside_of_the_library_ends_at_the_deadline);
   RUN(test_a_function_that_queues_and_fails);

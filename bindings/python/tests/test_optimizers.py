@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import libgemini.torch as gm
-from conftest import alike, off_the_device, same_bits, sgd, values
+from conftest import alike, far_apart, off_the_device, same_bits, sgd, values
 from libgemini.torch import memory
 from libgemini.torch.tensors import managed_view
 
@@ -454,6 +454,92 @@ def test_groups_that_come_later_to_a_class_of_ones_own(session):
         return found + run(model, optimizer, range(2, 5))
 
     alike(session, mlp, steps, lambda params: GlobalNorm(list(params)[:4]))
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, 0.05)
+
+
+@pytest.mark.parametrize("make", (sgd, adamw, lambda params: GlobalNorm(list(params))))
+def test_parameters_that_take_the_place_of_as_many_others(session, make):
+    """As where blocks are trained in turns: the new ones are updated, and their gradients cleared."""
+
+    def steps(model, optimizer):
+        found = run(model, optimizer, range(2))
+        optimizer.param_groups.clear()
+        for param in model.parameters():
+            param.grad = None
+        optimizer.add_param_group({"params": list(model.parameters())[2:4]})
+        return found + run(model, optimizer, range(2, 5))
+
+    if make is not adamw:
+        alike(session, mlp, steps, lambda params: make(list(params)[:2]))
+        return
+    outcomes = []  # the library's arithmetic is not torch's, to the bit
+    for managed_ in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = make(list(model.parameters())[:2])
+        if managed_:
+            session()
+            model, optimizer = gm.prepare(model, optimizer)
+        steps(model, optimizer)
+        outcomes.append(values(model))
+    assert far_apart(*outcomes) < 0.01
+
+
+def test_norms_of_lists_have_the_type_that_is_asked_for(session):
+    session()
+    model = mlp(2).bfloat16()
+    model, _ = gm.prepare(model, adamw(model.parameters()))
+    loss_of(model, 0).backward()
+    grads = [param.grad for param in model.parameters()]
+    plain = [grad.clone() for grad in grads]
+    for args, more in (((), {}), ((1,), {}), ((2, torch.float32), {}), ((), {"ord": 1, "dtype": torch.float64})):
+        same_bits(torch._foreach_norm(grads, *args, **more), list(torch._foreach_norm(plain, *args, **more)))
+
+
+@pytest.mark.parametrize("make", (adamw, torch.optim.Adagrad))
+def test_states_follow_parameters_that_change_places(session, make):
+    session()
+    model, optimizer = mlp(2), None
+    model, optimizer = gm.prepare(model, make(model.parameters()))
+    run(model, optimizer, range(2))
+    before = optimizer.state_dict()["state"]
+    optimizer.param_groups[0]["params"].reverse()
+    after = optimizer.state_dict()["state"]
+    for number, states in before.items():
+        same_bits(after[len(before) - 1 - number], states)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for number, states in before.items():
+        same_bits(optimizer.state_dict()["state"][len(before) - 1 - number], states)
+
+
+@pytest.mark.parametrize("make, more", ((sgd, {}), (adamw, {}), (adamw, {"step_in_backward": True}), (GlobalNorm, {})))
+@pytest.mark.parametrize("whole", (True, False))
+def test_options_of_groups_that_the_program_has_replaced(session, make, more, whole):
+    """The list of groups, or one of them."""
+    outcomes = []
+    for managed_ in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = make(model.parameters())
+        if managed_:
+            session()
+            model, optimizer = gm.prepare(model, optimizer, **more)
+        run(model, optimizer, range(2))
+        for lr in (0.0, 0.1):
+            groups = [{**group, "lr": lr} for group in optimizer.param_groups]
+            if whole:
+                optimizer.param_groups = groups
+            else:
+                optimizer.param_groups[:] = groups
+            before = values(model)
+            run(model, optimizer, range(1))
+            if not lr and make is not GlobalNorm:
+                assert all(torch.equal(now, before[name]) for name, now in values(model).items())
+        outcomes.append(values(model))
+    assert far_apart(*outcomes) < (0.01 if make is adamw else 1e-9)
 
 
 # ---- hooks

@@ -81,6 +81,30 @@ def same_twice(session, program, **more):
     return found
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_takes_over_nothing_of_another_optimizer(session, every):
+    """Whose parameters lie between its own; nor is anything of them updated when only the first one steps."""
+    results = []
+    for speculate in (True, False):
+        session("2MiB", speculate=speculate)
+        model = net(torch.float32)
+        inner = [param for layer in list(model)[1:-1] for param in layer.parameters()]
+        outer = [*model[0].parameters(), *model[-1].parameters()]
+        optimizers = [torch.optim.AdamW(params, lr=1e-2) for params in (outer, inner)]
+        for i, optimizer in enumerate(optimizers):
+            model, optimizers[i] = gm.prepare(model, optimizer)
+        for number in range(7):
+            model(batch(number, torch.float32)).square().mean().backward()
+            for optimizer in optimizers if number % every == 0 else optimizers[:1]:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        results.append(bits.described({name: param.detach().clone() for name, param in model.named_parameters()}))
+        assert (counts()[0] > 0) == speculate
+        gm.close()
+    assert results[0] == results[1]
+
+
 ELEMENTS = sum(param.numel() for param in net(torch.float32).parameters())
 
 

@@ -52,7 +52,9 @@ class AdamwRule:
         self.arenas = {}
         self.walks = []  # updates that may not be done: (walk, what it borrows)
         self.unsure = 0  # backward passes since all updates were known to be done
-        self.group_of = {}
+        self.groups: typing.Callable[[], list[dict[str, typing.Any]]] = list  # now; none: no updates in the pass
+        self.grouped: list[dict[str, typing.Any]] = []  # the groups that group_of is of
+        self.group_of: dict[int, dict[str, typing.Any]] = {}
         self.neighbours = {}  # by record: the records that share chunks with it, and itself
         self.waiting = {}  # records whose gradients are complete, in their order
         self.parts: Parts | None = None  # on several ranks: what is updated in the backward pass
@@ -139,6 +141,10 @@ class AdamwRule:
             return
         speculation = self.speculation
         if speculation:
+            # What this step takes over has to be its own: updates of others' parameters would be made here, too.
+            for rule in self.session.rules:
+                if rule is not self and isinstance(rule, AdamwRule) and rule.speculation:
+                    rule.speculation.take_back()
             speculation.settle(group_of)
         updated = []
         for arena, records in self.arenas.items():
@@ -191,7 +197,7 @@ class AdamwRule:
         if self.session.ranks:
             self.parts = self.session.ranks.parts = Parts(self, groups)
             return
-        self.group_of = groups_of(groups)
+        self.groups = groups
         chunk_size = self.session.manager.config.chunk_bytes
         for records in self.arenas.values():
             lasts = [(record.place.offset + record.place.size_bytes - 1) // chunk_size for record in records]
@@ -215,10 +221,16 @@ class AdamwRule:
     def groups_changed(self, groups):
         if self.speculation:
             self.speculation.forget()
-        if self.neighbours:
-            self.group_of = groups_of(groups)
-        if self.parts:
-            self.parts.groups = groups
+        self.grouped = []
+
+    def group_of_now(self):
+        """The groups of the parameters by their ids, for updates in the backward pass. The program may have replaced a
+        group, or all of them, since the last one.
+        """
+        groups = self.groups()
+        if len(groups) != len(self.grouped) or any(one is not other for one, other in zip(groups, self.grouped)):
+            self.grouped, self.group_of = list(groups), groups_of(groups)
+        return self.group_of
 
     def landed(self, record):
         """A gradient was stored: updates the parameters that waited for nothing else."""
@@ -239,7 +251,10 @@ class AdamwRule:
 
     def update_landed(self, records):
         """Submits one update for each run of neighbours."""
+        if not records:
+            return
         records.sort(key=lambda record: (record.place.arena, record.place.offset))
+        group_of = self.group_of_now()
         run: list[Record] = []
         for record in records:
             del self.waiting[record]
@@ -248,11 +263,11 @@ class AdamwRule:
                 or record.place.offset - run[-1].place.offset - run[-1].place.size_bytes
                 >= ALIGNMENT * record.place.dtype.itemsize
             ):
-                self.submit(run[0].place.arena, run, self.group_of)
+                self.submit(run[0].place.arena, run, group_of)
                 run = []
             run.append(record)
         if run:
-            self.submit(run[0].place.arena, run, self.group_of)
+            self.submit(run[0].place.arena, run, group_of)
         for record in records:
             record.has_grad = False
 

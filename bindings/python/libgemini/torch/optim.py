@@ -93,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
             inner.state.clear()
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups = inner.param_groups  # the same list, which schedulers change
+        self.shared_groups = inner.param_groups  # which it was when find_new() looked last
         # Both optimizers have the same dicts of hooks, so it does not matter which one a hook is registered with.
         for hooks in _HOOKS:
             setattr(self, hooks, getattr(inner, hooks))
@@ -135,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
         self.rule.adopt_states()
         session.rules.append(self.rule)
         if step_in_backward:
-            self.rule.step_in_backward(self.param_groups)
+            self.rule.step_in_backward(lambda: self.param_groups)
             if not session.ranks:
                 session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
@@ -169,9 +170,18 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def find_new(self):
-        """Looks for parameters that add_param_group() has added."""
-        if sum(len(group["params"]) for group in self.param_groups) != len(self.records):
+        """Looks for parameters and groups that have been added, or that the program has replaced by others."""
+        if self.param_groups is not self.shared_groups:
+            self.inner.param_groups = self.param_groups
+        elif self.inner.param_groups is not self.shared_groups:  # a method of its class has
+            self.param_groups = self.inner.param_groups
+        self.shared_groups = self.param_groups
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(params) != len(self.records) or any(
+            record.param is not param for record, param in zip(self.records, params)
+        ):
             self.records = self.find(self.param_groups)
+            self.rule.groups_changed(self.param_groups)
 
     def __getattr__(self, name: str) -> typing.Any:
         """Attributes of the class that was prepared, such as train() of schedule-free optimizers, or first_step() of
@@ -389,6 +399,7 @@ class Optimizer(torch.optim.Optimizer):
         self.session.refuse_closed("optimizer.load_state_dict()")
         self.session.backward.settle()
         self.session.take_over_written()
+        self.find_new()
         if self.rule.overrides("load_state_dict"):
             self.inner.load_state_dict(copies(state_dict, None))  # a copy, as the optimizer may keep it
             self.param_groups = self.inner.param_groups

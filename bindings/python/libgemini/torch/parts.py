@@ -54,11 +54,11 @@ class Arena:
 class Parts:
     """The updates of an AdamwRule in the backward pass, on several ranks."""
 
-    def __init__(self, rule: AdamwRule, groups: list[dict[str, typing.Any]]) -> None:
+    def __init__(self, rule: AdamwRule, groups: typing.Callable[[], list[dict[str, typing.Any]]]) -> None:
         self.rule = rule
         self.session = rule.session
         self.ranks = rule.session.ranks
-        self.groups = groups  # of the optimizer
+        self.groups = groups  # of the optimizer, now
         self.group_of: dict[int, dict[str, typing.Any]] = {}  # by id of a record, as of the beginning of the pass
         self.arenas: dict[int, Arena] = {}  # of the pass, with parameters of the rule
         self.open = False  # a pass has begun, and its updates are not all made
@@ -84,11 +84,12 @@ class Parts:
                 "a backward pass begins within another one, or after one that an exception has ended: with "
                 "step_in_backward on several ranks call optimizer.step() first, and use no reentrant checkpoints"
             )
-        self.ranks.check_options(self.groups)
-        self.rule.check_options(self.groups)
+        groups = self.groups()
+        self.ranks.check_options(groups)
+        self.rule.check_options(groups)
         self.group_of = groups_of(
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in self.groups
+            for group in groups
         )
         by_arena: dict[int, list[Record]] = {arena: [] for arena in self.rule.arenas}
         for record in self.ranks.trained():

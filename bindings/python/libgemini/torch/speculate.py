@@ -179,6 +179,11 @@ class Speculation:
         self.assumed.clear()
         self.session.lib.update_drop(self.session.handle)
 
+    def take_back(self) -> None:
+        """Another optimizer makes a step, which must not take over what was computed for this one."""
+        if self.assumed:
+            self.drop()
+
     def forget(self) -> None:
         """The parameters change: what is known of them is of no use."""
         if self.assumed:

@@ -928,7 +928,9 @@ def _foreach_mul(func, args, kwargs):
 
 def _foreach_norm(func, args, kwargs):
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return [_dispatch(torch.linalg.vector_norm, (tensor, order), {}) for tensor in args[0]]
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    more = {} if dtype is None else {"dtype": dtype}
+    return [_dispatch(torch.linalg.vector_norm, (tensor, order), more) for tensor in args[0]]
 
 
 def _unscale(func, args, kwargs):
