@@ -24,10 +24,13 @@
 #define SANITIZED 0
 #endif
 
-/* Before functions on memory that no other thread uses meanwhile: ThreadSanitizer would find nothing there and take most
- * of a test's time. Bytes that threads of the library write are copied out first, by memcpy(), which it checks. */
-#ifdef __SANITIZE_THREAD__
+/* Before functions that compute a test's reference in memory that no other thread uses meanwhile: sanitizers would find
+ * nothing of the library's there and take most of a test's time. Bytes that threads of the library write are copied out
+ * first, by memcpy(), which they check. */
+#if defined(__SANITIZE_THREAD__)
 #define OWN_MEMORY __attribute__((no_sanitize("thread")))
+#elif defined(__SANITIZE_ADDRESS__)
+#define OWN_MEMORY __attribute__((no_sanitize("address", "undefined")))
 #else
 #define OWN_MEMORY
 #endif
