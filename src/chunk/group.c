@@ -695,8 +695,8 @@ gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
   return status;
 }
 
-/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, or twice what
- * they queue once, and NCCL could mix up the bytes without a word: no rank goes on. */
+/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, or twice
+ * what they queue once, and NCCL could mix up the bytes without a word: no rank goes on. */
 static void give_up_batch(gmi_manager_t *m, gmi_group_t *g, const char *why) {
   g->held.count = 0;
   m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
