@@ -46,9 +46,9 @@ lane() {
   cmake --preset "$preset" && cmake --build --preset "$preset" && ctest --preset "$preset"
 }
 
-# Lengths that take about ten seconds each on two cores, in the lane release a quarter of a minute.
+# Lengths that take about five to ten seconds each on two cores, in the lane release a quarter of a minute.
 steps_of() {
-  case $1 in release) echo 100000 ;; asan) echo 15000 ;; tsan) echo 4500 ;; valgrind) echo 800 ;; *) echo 0 ;; esac
+  case $1 in release) echo 100000 ;; asan) echo 8000 ;; tsan) echo 2000 ;; valgrind) echo 500 ;; *) echo 0 ;; esac
 }
 
 failed=()
