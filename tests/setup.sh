@@ -51,6 +51,7 @@ fi
 # Beside what pip does, which takes one core.
 tests/jemalloc.sh &
 jemalloc=$!
+trap 'kill "$jemalloc" 2>/dev/null || true' EXIT # nothing goes on when this ends early
 
 if ((tools)); then
   stamp=build/venv/requirements.txt

@@ -15,9 +15,6 @@ case $name in
 esac
 uv=build/venv/bin/uv # of tests/setup.sh; pip takes 220 seconds for what takes uv 20
 export UV_CACHE_DIR=$PWD/build/uv UV_NO_PROGRESS=1
-# uv installs sources alone. Python compiles what is imported once, not in each process, and keeps it out of the sources.
-unset PYTHONDONTWRITEBYTECODE
-export PYTHONPYCACHEPREFIX=$PWD/build/pycache
 
 # The stamp says for which lists the environment was made; one that is half made has none.
 venv=$PWD/build/venv-torch-$name
@@ -57,7 +54,9 @@ half() {
   local log=build/torch/$name.$1.log files
   shift
   mapfile -t files < <(printf 'bindings/python/tests/test_%s.py\n' "$@")
-  PYTHONPATH=$PWD/bindings/python LIBGEMINI_DIR=$PWD/build/torch OMP_NUM_THREADS=1 timeout 3600 \
+  # uv installs sources alone: what is imported is compiled once, not in each process, and kept out of the sources.
+  env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$PWD/build/pycache" \
+    PYTHONPATH="$PWD/bindings/python" LIBGEMINI_DIR="$PWD/build/torch" OMP_NUM_THREADS=1 timeout 3600 \
     "$venv/bin/python" -m pytest -q -p no:cacheprovider --durations=5 \
     -k 'not kill and not torchrun and not inductor and not processes and not second_copy' \
     "${arguments[@]}" "${files[@]}" "${more[@]}" >"$log" 2>&1 || { cat "$log"; return 1; }

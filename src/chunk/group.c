@@ -673,12 +673,15 @@ static gemini_status_t collective(gmi_manager_t *m, const collective_t *what) {
  * within a batch (gmi_gather_batch_begin()) gathers are held back until there are as many, or the batch ends, or a mark
  * is placed on their stream (core/streams.c). A chunk that is held back has arrived behind the mark that is placed
  * next. Should queueing fail, that mark is never reached, as the group has failed. */
+static void drop_held(gmi_manager_t *m, gmi_group_t *g) {
+  g->held.count = 0;
+  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
+}
 static gemini_status_t queue_held(gmi_manager_t *m, gmi_group_t *g) {
   gmi_fence_t end = 0;
   const uint32_t count = g->held.count;
   if (!count) return GEMINI_OK;
-  g->held.count = 0;
-  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
+  drop_held(m, g); /* from the list */
   collective_t what = { .group = g, .kind = GATHERS, .buffers = g->held.buffers, .buffer_count = count };
   what.count = g->held.slice_bytes;
   memcpy(what.label, g->held.label, sizeof what.label);
@@ -695,20 +698,12 @@ gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
   return status;
 }
 
-/* The batch failed halfway. Made again, the call would queue in two parts what other ranks queue together, or twice
- * what they queue once, and NCCL could mix up the bytes without a word: no rank goes on. */
-static void give_up_batch(gmi_manager_t *m, gmi_group_t *g, const char *why) {
-  g->held.count = 0;
-  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
-  gmi_group_give_up(g, why);
-}
-
+/* A batch that fails halfway: made again, the call would queue in two parts what other ranks queue together, or twice
+ * what they queue once, and NCCL could mix up the bytes without a word. So no rank goes on. */
 gemini_status_t gmi_gather_batch_fails(gmi_manager_t *m, gmi_group_t *g, gemini_status_t status) {
-  gmi_failure_t why;
   if (!g->held.count) return status;
-  gmi_fail_keep(status, &why);
-  give_up_batch(m, g, why.message);
-  return gmi_fail_again(&why);
+  drop_held(m, g);
+  return gmi_group_breaks_off(g, status);
 }
 
 void gmi_gather_batch_begin(gmi_manager_t *m) { m->groups.batches++; }
@@ -725,7 +720,10 @@ gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status, b
     if (!g) continue;
     /* Communicators whose calls block notice ranks that call different things. */
     const bool twice_here = twice >> g->gather_stream & 1 && g->gather.ops->queues && g->gather.ranks > 1;
-    if (status && (g->held.count || twice_here)) give_up_batch(m, g, first.message);
+    if (status && (g->held.count || twice_here)) {
+      drop_held(m, g);
+      gmi_group_give_up(g, first.message);
+    }
     if (!status) queued = queue_held(m, g);
     if (queued && !first.status) gmi_fail_keep(queued, &first);
   }

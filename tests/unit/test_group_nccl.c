@@ -73,7 +73,7 @@ static shape_t shape_of(uint32_t ranks, uint32_t stage, uint32_t element_bytes) 
   };
 }
 
-/* ---- training. Sanitizers take ten times as long: they see a part of the shapes, with every way of summing. */
+/* ---- training. Sanitizers take ten times as long: they see a part of the shapes. */
 static void trains(rank_thread_t *t) { train_rank(&t->shape, t->rank, t->group, t->fd); }
 
 /* NCCL's sums of two ranks are the only rounded ones; of more they are not in the order of ranks. */
@@ -129,7 +129,8 @@ static shape_t shape_of_replicas(uint32_t stage, uint32_t element_bytes) {
   return shape;
 }
 static void test_replicas_have_the_bits_of_the_model(void) {
-  for (int order = 0; order < (SANITIZED ? 0 : 2); order++) { /* test_replicas_over_the_callers_communicators */
+  /* Under sanitizers four ranks train in the next test only. */
+  for (int order = 0; order < (SANITIZED ? 0 : 2); order++) {
     fakes_begin();
     shape_t shape = shape_of_replicas(order ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_GRADIENTS, order ? 2 : 4);
     shape.unused = order;

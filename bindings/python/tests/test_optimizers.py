@@ -502,7 +502,7 @@ def test_norms_of_lists_have_the_type_that_is_asked_for(session):
 @pytest.mark.parametrize("make", (adamw, torch.optim.Adagrad))
 def test_states_follow_parameters_that_change_places(session, make):
     session()
-    model, optimizer = mlp(2), None
+    model = mlp(2)
     model, optimizer = gm.prepare(model, make(model.parameters()))
     run(model, optimizer, range(2))
     before = optimizer.state_dict()["state"]

@@ -53,8 +53,7 @@ class AdamwRule:
         self.walks = []  # updates that may not be done: (walk, what it borrows)
         self.unsure = 0  # backward passes since all updates were known to be done
         self.groups: typing.Callable[[], list[dict[str, typing.Any]]] = list  # now; none: no updates in the pass
-        self.grouped: list[dict[str, typing.Any]] = []  # the groups that group_of is of
-        self.group_of: dict[int, dict[str, typing.Any]] = {}
+        self.group_of: dict[int, dict[str, typing.Any]] | None = None  # by id of a record, in this backward pass
         self.neighbours = {}  # by record: the records that share chunks with it, and itself
         self.waiting = {}  # records whose gradients are complete, in their order
         self.parts: Parts | None = None  # on several ranks: what is updated in the backward pass
@@ -218,19 +217,10 @@ class AdamwRule:
                         "optimizer was prepared: make an optimizer with it, and prepare that one"
                     )
 
-    def groups_changed(self, groups):
+    def groups_changed(self):
         if self.speculation:
             self.speculation.forget()
-        self.grouped = []
-
-    def group_of_now(self):
-        """The groups of the parameters by their ids, for updates in the backward pass. The program may have replaced a
-        group, or all of them, since the last one.
-        """
-        groups = self.groups()
-        if len(groups) != len(self.grouped) or any(one is not other for one, other in zip(groups, self.grouped)):
-            self.grouped, self.group_of = list(groups), groups_of(groups)
-        return self.group_of
+        self.group_of = None
 
     def landed(self, record):
         """A gradient was stored: updates the parameters that waited for nothing else."""
@@ -248,13 +238,15 @@ class AdamwRule:
         if self.parts:
             self.parts.end()
         self.update_landed(list(self.waiting))
+        self.group_of = None  # the program may replace groups before the next pass
 
     def update_landed(self, records):
         """Submits one update for each run of neighbours."""
         if not records:
             return
         records.sort(key=lambda record: (record.place.arena, record.place.offset))
-        group_of = self.group_of_now()
+        if self.group_of is None:
+            self.group_of = groups_of(self.groups())
         run: list[Record] = []
         for record in records:
             del self.waiting[record]
@@ -263,11 +255,11 @@ class AdamwRule:
                 or record.place.offset - run[-1].place.offset - run[-1].place.size_bytes
                 >= ALIGNMENT * record.place.dtype.itemsize
             ):
-                self.submit(run[0].place.arena, run, group_of)
+                self.submit(run[0].place.arena, run, self.group_of)
                 run = []
             run.append(record)
         if run:
-            self.submit(run[0].place.arena, run, group_of)
+            self.submit(run[0].place.arena, run, self.group_of)
         for record in records:
             record.has_grad = False
 

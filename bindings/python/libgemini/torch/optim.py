@@ -181,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
             record.param is not param for record, param in zip(self.records, params)
         ):
             self.records = self.find(self.param_groups)
-            self.rule.groups_changed(self.param_groups)
+            self.rule.groups_changed()
 
     def __getattr__(self, name: str) -> typing.Any:
         """Attributes of the class that was prepared, such as train() of schedule-free optimizers, or first_step() of
@@ -444,7 +444,7 @@ class Optimizer(torch.optim.Optimizer):
                 groups[-1].setdefault("param_names", group["param_names"])
         self.inner.__setstate__({"state": self.inner.state, "param_groups": groups})
         self.param_groups = self.inner.param_groups
-        self.rule.groups_changed(self.param_groups)
+        self.rule.groups_changed()
 
     def check_groups(self, groups):
         """Raises GeminiError if groups that are to be loaded do not fit."""

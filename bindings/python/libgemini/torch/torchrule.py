@@ -88,7 +88,7 @@ class TorchRule:
     def check_options(self, groups):
         """Nothing to do: torch's own step knows all options."""
 
-    def groups_changed(self, groups):
+    def groups_changed(self):
         """Nothing to do: each step gets the groups."""
 
     def overrides(self, name):
