@@ -71,7 +71,8 @@ def test_parity(session, name, placement):
     same_bits(params, resident_params)
     plain_losses, plain_params = plain(name)
     assert far_apart(params, plain_params) <= 1e-6
-    assert far_apart(dict(enumerate(losses)), dict(enumerate(plain_losses))) <= 1e-6
+    # Losses are near 5, where floats are 4.8e-7 apart, and sums over all parameters: relative.
+    assert [loss.item() for loss in losses] == pytest.approx([loss.item() for loss in plain_losses], rel=1e-6)
     assert far_apart(plain_params, values(tiny(name))) > LR  # they were trained
 
 
