@@ -220,6 +220,38 @@ def test_units_that_are_not_compiled_train_alike(reentrant):
     assert ours == plain
 
 
+class Nested(nn.Module):
+    """A block of which a part, maybe with a layer that is not the block's, runs again within the backward pass."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x, aside):
+        def inner(x):
+            return torch.tanh(self.second(aside(x)))
+
+        return self.last(checkpoint(inner, torch.tanh(self.first(x)), use_reentrant=True))
+
+
+class NestedNet(Net):
+    def __init__(self, aside):
+        super().__init__(block=Nested)
+        self.aside = nn.Linear(WIDTH, WIDTH) if aside else nn.Identity()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x, self.aside)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_unit_is_held_while_a_part_of_it_runs_again(aside):
+    plain, ours = both(lambda: NestedNet(aside), lambda model: [gm.unit(block) for block in model.blocks])
+    assert ours == plain
+
+
 def test_activations_of_compiled_blocks_are_offloaded():
     torch.manual_seed(0)
     model = compiled("in place", "aot_eager")

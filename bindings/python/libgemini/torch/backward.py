@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import functools
 import threading
 import typing
 
@@ -51,6 +52,8 @@ class Backward:
         # What the function that the backward pass has reached has acquired, and on which stream; before it, the unit
         # that the function is in.
         self.held: list[tuple[Use, int]] = []
+        # How many of these stay while a pass within the backward pass runs: a unit whose own functions call that.
+        self.kept = 0
         self.task = -1  # autograd's number of the backward pass in progress
         # Gradients of parameters of the function that the backward pass has reached.
         self.landed: list[Landed] = []
@@ -74,7 +77,9 @@ class Backward:
         if self.is_open and not self.session.cuda and internals.runs_backward_beside(threading.get_ident()):
             brackets.refuse("backward()", "a backward pass")
         self.task = task  # the one before has ended, by an exception, or this one is inside it
-        internals.after_backward(self.settle)
+        first = self.held[0][0].unit if self.held else None
+        self.kept = int(first is not None and first.nests and internals.is_within_backward())
+        internals.after_backward(functools.partial(self.settle, self.kept))
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)
         for rule in self.session.rules:
             rule.forget_done()
@@ -130,7 +135,7 @@ class Backward:
 
         kept: how many of self.held stay.
         """
-        while len(self.held) > kept:
+        while len(self.held) > max(kept, self.kept):
             self.session.holds.release_use(*self.held.pop())
         self.store_landed()
         if self.session.activations:
@@ -284,10 +289,14 @@ class Backward:
         elif not record.early:
             self.store_landed(record)
 
-    def settle(self) -> None:
-        """The backward pass is over, or an exception ended it. Releases what is held and ends the operator."""
+    def settle(self, kept: int = 0) -> None:
+        """The backward pass is over, or an exception ended it. Releases what is held and ends the operator.
+
+        kept: how many of self.held stay, as the pass was within another one.
+        """
         ends, self.task = self.task != -1, -1
-        self.leave_function()
+        self.kept = 0
+        self.leave_function(kept)
         self.session.brackets.op_end()
         if ends and self.session.ranks:
             self.session.ranks.backward_ends()

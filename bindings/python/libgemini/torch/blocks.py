@@ -79,7 +79,7 @@ class Block:
         call: The call that the module has got.
     """
 
-    graphed = False  # as Unit's
+    graphed = nests = False  # as Unit's; each of its functions asks for it
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session

@@ -188,6 +188,24 @@ def runs_backward(thread):
     return frame is not None
 
 
+_backward_of_function = find(torch, "autograd.function.BackwardCFunction.apply")  # calls that of a custom function
+
+
+def is_within_backward() -> bool:
+    """Whether the backward pass of the current thread was called by a function, or a hook, of another one.
+
+    On a GPU the threads of autograd run functions, where only the inner pass has a call of the engine.
+    """
+    frame: types.FrameType | None = sys._getframe()
+    passes = 0
+    while frame:
+        passes += frame.f_code is _engine.__code__
+        if passes > 1 or passes and frame.f_code is _backward_of_function.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def runs_backward_beside(thread):
     """Whether another thread than this one has."""
     return any(other != thread and runs_backward(other) for other in sys._current_frames())

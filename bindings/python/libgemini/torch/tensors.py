@@ -1351,6 +1351,8 @@ def _apply(cls, *args, **kwargs):
 
     The bytes are acquired while forward and backward of a custom function run, as these may pass pointers to kernels.
     """
+    for unit in units:
+        unit.nests = True
     return with_managed(functools.partial(_function_apply, cls), cls.__name__, args, kwargs)
 
 
