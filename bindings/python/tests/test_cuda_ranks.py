@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rank_programs
+import started
 from libgemini.torch import narrow
 from test_ranks import NADAM, by_one_process, check, good, run, same_bits, same_state, start
 
@@ -137,7 +138,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
     more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
     processes, paths = start(tmp_path, 2, "ends", more, point="backward", how="killed", deadline=8.0)
     try:
-        assert [process.wait(120) for process in processes] == [0, -9]
+        assert [started.wait(process, 120) for process in processes] == [0, -9]
     finally:
         for process in processes:
             process.kill()

@@ -16,6 +16,7 @@ import torch
 
 import libgemini.torch as gm
 import rank_programs
+import started
 from conftest import far_apart, tiny
 from libgemini.torch import narrow, ranks as ranks_of_torch
 from test_trainers import source_of, without
@@ -43,8 +44,8 @@ def start(where, ranks, program, more=None, **arguments):
             **(more or {}),
         }
         paths.append(where / f"{program}-{rank}.pt")
-        command = [sys.executable, os.path.join(HERE, "rank_programs.py"), program, paths[-1], json.dumps(arguments)]
-        processes.append(subprocess.Popen(command, env=environment, cwd=HERE))
+        script = os.path.join(HERE, "rank_programs.py")
+        processes.append(started.start(script, [program, str(paths[-1]), json.dumps(arguments)], environment))
     return processes, paths
 
 
@@ -52,7 +53,7 @@ def run(where, ranks, program, more=None, seconds=300, **arguments):
     """The outcome of each rank."""
     processes, paths = start(where, ranks, program, more, **arguments)
     try:
-        assert [process.wait(seconds) for process in processes] == [0] * ranks
+        assert [started.wait(process, seconds) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             process.kill()
@@ -454,7 +455,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
     folder = str(tmp_path / "checkpoint")
     saved = good(run(tmp_path, 3, "saving", folder=folder, model="branches", count=2))[0]
     processes, paths = start(tmp_path, 3, "saving", folder=folder, model="branches", count=2, dies=True)
-    assert [process.wait(120) for process in processes] == [0, -9, 0]
+    assert [started.wait(process, 120) for process in processes] == [0, -9, 0]
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
@@ -708,7 +709,7 @@ def test_a_rank_that_ends_is_named(tmp_path, where, how):
     early = where == "backward" and how == "killed"
     processes, paths = start(tmp_path, 3, "ends", point=where, how=how, early=early)
     try:
-        ends = [process.wait(60) for process in processes]
+        ends = [started.wait(process, 60) for process in processes]
     finally:
         for process in processes:
             process.kill()
