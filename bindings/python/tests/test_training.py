@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 import contextlib
 import copy
+import ctypes
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
 from conftest import alike, batch, far_apart, off_the_device, same_bits, sgd, tiny, train, values
+from libgemini import abi
 from libgemini.torch.optim import Optimizer
 
 SIZE = 96
@@ -1007,6 +1009,58 @@ def test_hooks_of_gradients(session):
         return trained(model, optimizer, 2) + out
 
     alike(session, mlp, run)
+
+
+class ManyNodes(nn.Module):
+    """Whose functions have several nodes each, between which hooks of parameters run."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.GRU(SIZE, SIZE, 2, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(2 * SIZE, SIZE)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.layers(x[:, None].expand(-1, 3, -1))[0]))
+
+
+@pytest.mark.parametrize("call", ("state_dict", "save"))
+def test_calls_of_hooks_leave_the_backward_pass_what_it_holds(session, tmp_path, call):
+    """Of those that store gradients first; what nobody holds leaves the device after them."""
+
+    def run(model, optimizer):
+        def of_hook(param):
+            if not isinstance(optimizer, Optimizer):
+                return
+            if call == "state_dict":
+                optimizer.state_dict()
+            else:
+                gm.save(tmp_path / "saved", model)
+            for record in gm.session().records:
+                with contextlib.suppress(gm.GeminiError):  # it is held
+                    access = ctypes.byref(record.place.access(abi.READ, abi.TIER_HOST))
+                    gm.session().lib.move(gm.session().handle, access, 1)
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(of_hook)
+        return trained(model, optimizer, 2)
+
+    alike(session, ManyNodes, run, budget="4MiB")
+
+
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.SGD))
+def test_a_step_within_the_backward_pass_is_refused(session, kind):
+    session("4MiB")
+    model = ManyNodes()
+    model, optimizer = gm.prepare(model, kind(model.parameters(), 1e-2))
+    before = values(model)
+    hook = model.layers.weight_hh_l0.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(gm.GeminiError, match="within a backward pass, by a hook: .*step_in_backward=True"):
+        model(data(0)).square().mean().backward()
+    same_bits(values(model), before)
+    hook.remove()
+    optimizer.zero_grad()
+    trained(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("early", (False, True))

@@ -79,7 +79,7 @@ class Backward:
         self.task = task  # the one before has ended, by an exception, or this one is inside it
         first = self.held[0][0].unit if self.held else None
         self.kept = int(first is not None and first.nests and internals.is_within_backward())
-        internals.after_backward(functools.partial(self.settle, self.kept))
+        internals.after_backward(functools.partial(self.end, self.kept))
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)
         for rule in self.session.rules:
             rule.forget_done()
@@ -289,7 +289,17 @@ class Backward:
         elif not record.early:
             self.store_landed(record)
 
-    def settle(self, kept: int = 0) -> None:
+    def settle(self) -> None:
+        """Stores all gradients that autograd has made, and ends a backward pass that an exception has ended.
+
+        Within a backward pass, in a hook of the user's, what the pass has reached stays acquired.
+        """
+        if in_backward():
+            self.store_landed()
+        else:
+            self.end()
+
+    def end(self, kept: int = 0) -> None:
         """The backward pass is over, or an exception ended it. Releases what is held and ends the operator.
 
         kept: how many of self.held stay, as the pass was within another one.

@@ -19,7 +19,7 @@ from .. import abi
 from ..abi import GeminiError
 from . import internals, narrow
 from .adamw import AdamwRule, fused_rule
-from .arenas import Place
+from .arenas import Place, in_backward
 from .brackets import level_of_caller
 from .division import localize_groups, refuse_rule, to_parts
 from .internals import plain as _plain
@@ -273,6 +273,11 @@ class Optimizer(torch.optim.Optimizer):
         session, loss = self.session, None
         session.refuse_closed("optimizer.step()")
         session.brackets.refuse_others("optimizer.step()")
+        if in_backward():
+            raise GeminiError(
+                "optimizer.step() is called within a backward pass, by a hook: call it after backward(), or prepare "
+                "with step_in_backward=True, which updates a parameter as soon as its gradient is complete"
+            )
         if self.rule.by_parameter:
             if args or kwargs:
                 raise TypeError(f"step() of {type(self.inner).__name__} takes a closure and nothing else")
