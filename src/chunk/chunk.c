@@ -90,7 +90,7 @@ void gmi_balance_check(gmi_manager_t *m) {
   for (uint32_t i = 0; i < m->frames.capacity; i++) used_frames += m->frames.at[i].chunk != NULL;
   GMI_ASSERT(frames == used_frames);
   GMI_ASSERT(frames == m->frames.resident && gathered == m->groups.frames);
-  for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += m->host.free_map[s >> 6] >> (s & 63) & 1;
+  for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += (m->host.free_map[s >> 6] & 1ull << (s & 63)) != 0;
   GMI_ASSERT(free_slots == m->host.free_count);
   if (!m->io.count) GMI_ASSERT(slots * gmi_slot_bytes(m) == m->host.used);
   if (!m->io.count) GMI_ASSERT(blocks * gmi_block_bytes(m) == m->file.used);

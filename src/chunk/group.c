@@ -362,7 +362,7 @@ static gemini_status_t callers_join(gmi_manager_t *m, const gemini_group_config_
                     "deadline_ns is %llu, must be 0: the functions of comms end their waits themselves",
                     (unsigned long long)c->deadline_ns);
   for (int i = 0; i < GEMINI_GROUP_COMMS; i++) {
-    char name[16];
+    char name[24];
     snprintf(name, sizeof name, "comms[%d]", i);
     const gmi_comm_listener_t listener = { distrust, g };
     const gmi_comm_config_t config = { c->rank, c->ranks, 0, i == OF_EXCHANGES ? 0 : c->shard_ranks };

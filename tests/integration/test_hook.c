@@ -87,7 +87,7 @@ static void run_ops(const world_t *w, void *stream, bool hook, uint64_t *peaks_o
   uint64_t random = 9, live = 0, kept_bytes[OPS] = { 0 };
   CHECK_OK(gemini_iteration_begin(w->mgr));
   for (int op = 0; op < OPS; op++) {
-    char name[8];
+    char name[16];
     snprintf(name, sizeof name, "op%d", op);
     CHECK_OK(gemini_op_begin(w->mgr, name, w->stream));
     peaks_out[op] = live;

@@ -222,7 +222,7 @@ static void values_of(uint32_t rank, uint32_t n, uint16_t *out, uint64_t count) 
 static void expect_replicas(const gmi_comm_config_t *c, uint16_t *const *in, gmi_reduce_t how, uint64_t from,
                             uint64_t count, uint16_t *out) {
   uint16_t *inside[COMM_WORLD_RANKS];
-  const void *parts[COMM_WORLD_RANKS], *sums[COMM_WORLD_RANKS];
+  const void *parts[COMM_WORLD_RANKS], *sums[COMM_WORLD_RANKS] = { 0 };
   const uint32_t replicas = c->ranks / c->shard_ranks;
   for (uint32_t p = 0; p < replicas; p++) {
     sums[p] = inside[p] = malloc(count * 2 + 1);
