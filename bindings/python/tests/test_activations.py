@@ -264,6 +264,24 @@ def test_tensors_that_change_are_saved_again(session):
     assert nothing_left()
 
 
+def test_parts_of_a_tensor_that_count_their_changes_apart_are_saved_as_they_are(session):
+    """As in a GRU: the parts of unsafe_chunk() have the same version though one was changed after another was saved."""
+
+    def gates(a):
+        first, second, third = torch.unsafe_chunk(a * 1, 3)
+        return first.sigmoid_() * second.tanh_() + third.sigmoid_()
+
+    assert saved_by(session, gates, tensor(384, 128)) == 1  # a storage, by its number
+    assert live() == 0
+
+
+@pytest.mark.parametrize("layer", (nn.GRU, nn.LSTM, nn.RNN))
+def test_recurrent_layers(session, layer):
+    torch.manual_seed(0)
+    recurrent = layer(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True)
+    saved_by(session, lambda a, *_: recurrent(a)[0], tensor(8, 16, WIDTH), *recurrent.parameters(), least=KIB)
+
+
 def test_what_stays_with_torch_must_not_change(session):
     session()
     with gm.offload_activations(CHUNK):

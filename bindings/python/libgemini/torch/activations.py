@@ -20,7 +20,7 @@ import weakref
 import torch
 
 from .. import abi
-from .internals import StorageWeakRef, plain as _plain
+from .internals import StorageWeakRef, counter_of, counts_for, plain as _plain
 from .layout import Space
 from .memory import wrap
 from .tensors import ManagedParameter, ManagedTensor
@@ -71,16 +71,28 @@ class _There(_Range):
 
 
 class _Stored(_Range):
-    """The bytes of a storage in the arena of activations. The place becomes free when nothing refers to this object."""
+    """The bytes of a tensor's storage in the arena of activations. The place becomes free when nothing refers to this
+    object.
+    """
 
-    __slots__ = ("storage", "pointer", "version", "dead", "__weakref__")
+    __slots__ = ("storage", "pointer", "version", "counter", "dead", "__weakref__")
 
-    def __init__(self, where, storage, version, dead):
+    def __init__(self, where, tensor, dead):
         super().__init__(*where)
+        storage = tensor.untyped_storage()
         self.storage = StorageWeakRef(storage)  # while it exists, no other storage gets its number
         self.pointer = storage.data_ptr()
-        self.version = version
+        self.version = tensor._version
+        self.counter = counter_of(tensor)
         self.dead = dead
+
+    def has(self, tensor):
+        """Whether these are the bytes of a tensor's storage, which has this one's number."""
+        return (
+            self.version == tensor._version
+            and self.pointer == tensor.untyped_storage().data_ptr()
+            and counts_for(self.counter, tensor)
+        )
 
     def __del__(self):
         self.dead.append((self.offset, self.size))
@@ -228,16 +240,16 @@ class Activations:
             if arena or size < least_bytes or extent * VIEW_SHARE < size or storage.data_ptr() in kept:
                 return _Kept(tensor)
             stored = self.stored.get(storage._cdata)
-            if stored is None or stored.version != tensor._version or stored.pointer != storage.data_ptr():
-                stored = self.store(storage, tensor._version)
+            if stored is None or not stored.has(tensor):
+                stored = self.store(tensor)
             return stored, dtype, shape, stride, tensor.storage_offset()
 
-    def store(self, storage, version):
-        """Copies a storage to a new place."""
-        session = self.session
+    def store(self, tensor):
+        """Copies a tensor's storage to a new place."""
+        session, storage = self.session, tensor.untyped_storage()
         self.drain()
         size = storage.nbytes()
-        stored = _Stored(self.place(size), storage, version, self.dead)
+        stored = _Stored(self.place(size), tensor, self.dead)
         self.begin(stored)
         access = abi.Access(stored.arena, stored.offset, stored.size, abi.WRITE, abi.TIER_DEVICE, None)
         with session.holds.acquired(access, 1, session.holds.stream()):

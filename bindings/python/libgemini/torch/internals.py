@@ -188,6 +188,29 @@ def runs_backward(thread):
     return frame is not None
 
 
+_preserve_version = find(torch, "autograd._unsafe_preserve_version_counter")
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without bytes that shares the version counter of a tensor. It does not keep that one's bytes."""
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
+def counts_for(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the version counter of counter_of(), not only the same version.
+
+    Tensors over the same bytes may have counters of their own, such as those of torch.unsafe_chunk().
+    """
+    before = tensor._version
+    if counter._version != before:
+        return False
+    with _preserve_version(tensor):
+        torch.autograd.graph.increment_version(tensor)
+        return counter._version != before
+
+
 _backward_of_function = find(torch, "autograd.function.BackwardCFunction.apply")  # calls that of a custom function
 
 
