@@ -46,6 +46,7 @@ class Net(nn.Module):
         self.batch = nn.BatchNorm1d(SIZE)
         self.conv = nn.Conv1d(LENGTH, LENGTH, 3, padding=1)
         self.drop = nn.Dropout(0.1)
+        self.memory = nn.GRU(SIZE, SIZE // 2, bidirectional=True, batch_first=True)  # its functions have several nodes
         self.table = nn.Parameter(torch.randn(4, SIZE, SIZE) / 10)  # three chunks or four
         self.scale = nn.Parameter(torch.ones(SIZE))
         self.gain = nn.Parameter(torch.tensor(1.5))
@@ -59,6 +60,7 @@ class Net(nn.Module):
         for i, block in enumerate(self.blocks):
             x = x + torch.tanh(block(x)) @ self.table[i]
         x = self.conv(self.drop(self.norm(x)))
+        x = x + self.memory(x)[0]
         x = x + self.wide(x).square().mean(-1, keepdim=True)
         if "extra" in self._buffers:
             x = x + self.extra.flatten()[:SIZE].sum()
@@ -75,6 +77,8 @@ SHAPES = {
     "model.norm.weight": (SIZE,),
     "model.batch.bias": (SIZE,),
     "model.conv.weight": (LENGTH, LENGTH, 3),
+    "model.memory.weight_ih_l0": (3 * (SIZE // 2), SIZE),
+    "model.memory.weight_hh_l0": (3 * (SIZE // 2), SIZE // 2),
     "model.table": (4, SIZE, SIZE),
     "model.scale": (SIZE,),
     "model.head.weight": (TOKENS, SIZE),
@@ -1379,6 +1383,10 @@ def hook(w):
       $p.register_hook(lambda g: g * 0.5) ;; $p.register_hook(lambda g: obs(g))
       ;; $p.register_post_accumulate_grad_hook(lambda p: obs(p.grad.mul_(0.5)))
       ;; $p.register_post_accumulate_grad_hook(lambda p: obs(p.grad))
+      ;; $p.register_post_accumulate_grad_hook(lambda p: obs(opt.state_dict()['state']))
+      ;; model.memory.weight_hh_l0.register_post_accumulate_grad_hook(lambda p: obs(opt.state_dict()['state']))
+      ;; model.memory.weight_hh_l0.register_post_accumulate_grad_hook(lambda p: obs(p.sum() + model.head.weight.sum()))
+      ;; model.memory.weight_ih_l0.register_hook(lambda g: obs(g.sum() + model.table.sum()))
       ;; model.first.register_forward_hook(lambda m, i, o: o * 2)
       ;; model.norm.register_forward_pre_hook(lambda m, i: (i[0] * 0.5,))
       ;; model.second.register_full_backward_hook(lambda m, i, o: obs(o[0]))
@@ -1683,12 +1691,12 @@ def write_in_unit(w):
 @op(0.3)
 def keep_of_unit(w):
     layer, kept = w.dice.choice(("first", "blocks[0]", "second")), w.new("k", "list")
+    hook = w.new("h", "hook")
     w.add(f"{kept} = []")
     w.add(f"unit(model.{layer})")
-    w.add(
-        f"{w.new('h', 'hook')} = model.{layer}.register_forward_hook(lambda m, i, o: {kept}.append(m.weight.detach()))"
-    )
+    w.add(f"{hook} = model.{layer}.register_forward_hook(lambda m, i, o: {kept}.append(m.weight.detach()))")
     loss(w)
+    w.add(f"{hook}.remove()")  # so that a line that is refused halfway keeps nothing
     w.add("leave()")
 
 

@@ -63,6 +63,7 @@ REFUSALS = (
     r"over its bytes would not know when these are elsewhere",
     r"is another optimizer's, which was prepared later",
     r"are two tensors that share their bytes",
+    r"shares bytes with parameter .*, but is not a plain view of a part of it",
     r"can be neither copied nor pickled",
     r"the optimizer has a parameter, .*, that is not in the model|"
     r"is of an optimizer with parameter .* where this one has",

@@ -1593,3 +1593,17 @@ def test_errors_when_an_iteration_ends(session, monkeypatch, status, raised):
         else pytest.warns(UserWarning, match="this step was made.*of the end"),
     ):
         assert model(data()).shape == (5, SIZE)
+
+
+def test_a_process_that_an_exception_ends_with_its_session_open_says_no_more_than_that():
+    script = (
+        "import torch\nimport libgemini.torch as gm\n"
+        "class Net(torch.nn.Module):\n"  # its class, and it with that, lives until Python takes its modules apart
+        "  def __init__(self):\n    super().__init__(); self.layer = torch.nn.Linear(64, 64)\n"
+        "  def forward(self, x):\n    return self.layer(x)\n"
+        "with gm.init(device='cpu', device_memory='4MiB', host_memory='64MiB'):\n"
+        "  model = Net()\n  model(torch.ones(2, 65))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Exception ignored" not in done.stderr
+    assert "RuntimeError: mat1 and mat2" in done.stderr.splitlines()[-1]

@@ -1183,6 +1183,20 @@ def test_p12_deep_copies_within_init_are_in_the_session(session):
     built(session, make, loss_of, budget="1MiB")
 
 
+def test_deep_copies_of_parameters_without_elements(session):
+    """Also where others are in the session; their optimizers make states like them."""
+    with session():
+        model = nn.Linear(SIZE, SIZE)
+        model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+        other = copy.deepcopy(model)
+        assert type(other.empty) is nn.Parameter and other.empty.shape == (0, 3)
+        other, optimizer = gm.prepare(other, torch.optim.Adagrad(other.parameters(), 0.01))
+    before = values(other)
+    (other(data()).square().mean() + other.empty.sum()).backward()
+    optimizer.step()
+    assert not torch.equal(values(other)["weight"], before["weight"])
+
+
 def test_p12_deep_copies_of_a_prepared_model_are_plain(session):
     session()
     model = gm.prepare(Masked())

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import itertools
+import sys
 import typing
 import weakref
 
@@ -139,7 +140,7 @@ class Place:
 
         Python may call this on any thread at any time, and torch may still have tensors over the storage.
         """
-        if self.tensor is None or not self.elements:
+        if self.tensor is None or not self.elements or sys.is_finalizing():  # the session is closed by then
             return
         (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
         if not self.follows:

@@ -1393,6 +1393,8 @@ def _parameter(cls, data=None, requires_grad=True):
     if cls not in (nn.Parameter, ManagedParameter, ManagedNumberParameter):
         _refuse_class(data, cls)
     out = data.detach()
+    if not isinstance(out, ManagedTensor):  # without elements it is no view of bytes
+        return _new_parameter.__get__(None, cls)(nn.Parameter, out, requires_grad)
     with _plain():
         out.requires_grad_(requires_grad)
     out.__class__ = parameter_class(out)
