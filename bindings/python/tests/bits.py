@@ -10,7 +10,7 @@ import re
 import numpy
 import torch
 
-HOW_TENSORS_ARE_PRINTED = r"\s|[()]|managed|parameter|containing:|tensor|,requires_grad=true|,grad_fn=<\w+>"
+HOW_TENSORS_ARE_PRINTED = r"\s|[()]|managed|number|parameter|containing:|tensor|,requires_grad=true|,grad_fn=<\w+>"
 # Of an optimizer's groups: how it computes, not what; and what a scheduler leaves there.
 NOT_COMPARED = ("foreach", "fused", "initial_lr")
 
