@@ -710,9 +710,9 @@ def own_graph(w):
 
 @op(0.4)
 def second_derivative(w):
-    w.add(
-        w.pick("obs(torch.autograd.grad(model(inp($k)).square().mean(), [model.scale], create_graph=True))"), "calm()"
-    )
+    w.add(w.pick("loss = model(inp($k)).square().mean()"), "calm()")  # by itself: hooks of it run in both processes
+    w.add("obs(torch.autograd.grad(loss, [model.scale], create_graph=True))", "calm()")
+    w.loss = "spent"
 
 
 @op(0.3)
@@ -1496,7 +1496,7 @@ def add_group(w):
 
 
 # ---- copies of the model, saves and loads
-@op(0.6)
+@op(1.2)
 def deep_copy(w):
     w.add(
         w.pick(

@@ -269,7 +269,7 @@ class Runner:
         out = {"seen": ("list", tuple(self.seen))}
         # Modules last: after that their bytes are on the device, where also who does not ask for them finds them.
         for name, value in sorted(self.names.items(), key=lambda item: isinstance(item[1], nn.Module)):
-            if name in self.given or name.startswith("__") or name in ("folder", "loss"):
+            if name in self.given or name.startswith("__") or name in ("folder", "loss", "p", "g"):  # p, g: of loops
                 continue
             if isinstance(value, nn.Module):
                 self.look_at_module(name, value, out)

@@ -640,6 +640,21 @@ def test_loss_scaling_of_halves(session):
     assert torch.allclose(got, torch.full_like(got, -1e-8 * 0.05 * (1 + 1.9)), rtol=2**-10, atol=0)
 
 
+def test_a_grad_scaler_refuses_a_step_without_gradients(session):
+    def run(model, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(torch.ones(1))  # begins
+        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+            scaler.step(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        loss = model(data()).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        return [loss.detach()]
+
+    alike(session, mlp, run)
+
+
 def lamb(params):
     """You et al., Large Batch Optimization for Deep Learning, ICLR 2020: a step of a length that depends on norms."""
     return Lamb(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01})

@@ -264,9 +264,15 @@ class Optimizer(torch.optim.Optimizer):
                 is no room for a parameter's chunks.
             TypeError: There are args or kwargs, and the class is torch.optim's.
         """
-        if internals.compiler_loaded():  # torch.compile() must not trace the step
-            return self.make_step_untraced(closure, args, kwargs)
-        return self.make_step(closure, args, kwargs)
+        try:
+            if internals.compiler_loaded():  # torch.compile() must not trace the step
+                return self.make_step_untraced(closure, args, kwargs)
+            return self.make_step(closure, args, kwargs)
+        except BaseException:
+            # What a GradScaler sets before a step and deletes after it. It would multiply the next scale by this one.
+            for name in "grad_scale", "found_inf":
+                self.__dict__.pop(name, None)
+            raise
 
     def make_step(self, closure, args, kwargs):
         """Makes a step; see step()."""
@@ -342,6 +348,8 @@ class Optimizer(torch.optim.Optimizer):
             for record in self.records:
                 if factor != 1.0 and (record.has_grad or record.given):
                     record.gradient().mul_(factor)
+        if isinstance(found, int):  # a sum of nothing
+            raise AssertionError("No inf checks were recorded for this optimizer.")  # as torch says it
         return found is None or not found.item()
 
     def __getstate__(self):
