@@ -1621,4 +1621,4 @@ def test_a_process_that_an_exception_ends_with_its_session_open_says_no_more_tha
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Exception ignored" not in done.stderr
-    assert "RuntimeError: mat1 and mat2" in done.stderr.splitlines()[-1]
+    assert "mat1 and mat2" in done.stderr.splitlines()[-1]
