@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
-from conftest import off_the_device, sgd, values
+from conftest import off_the_device, overwrite_the_device, sgd, values
 
 SIZE = 96
 
@@ -462,3 +462,20 @@ def test_second_gradient_of_a_step_in_backward(session, shared):
     model(torch.ones(2, SIZE)).sum().backward()
     optimizer.step()
     assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("layer", (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GRU, nn.TransformerEncoderLayer))
+@pytest.mark.parametrize("frozen", (False, True))
+def test_graph_from_before_prepare_is_refused(session, layer, frozen):
+    """It would read parameters that nobody has acquired."""
+    arguments = {nn.Linear: (SIZE,), nn.Bilinear: (SIZE, SIZE), nn.GRU: (SIZE,), nn.TransformerEncoderLayer: (4,)}
+    first, second = nn.Linear(SIZE, SIZE), layer(SIZE, *arguments.get(layer, ())).requires_grad_(not frozen)
+    x = first(torch.ones(3, 2, SIZE))
+    out = second(x, x) if layer is nn.Bilinear else second(x)
+    loss = (out[0] if layer is nn.GRU else out).square().mean()
+    session()
+    model, optimizer = gm.prepare(nn.ModuleList([first, second]), torch.optim.SGD(first.parameters(), 0.1))
+    overwrite_the_device()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert all(param.grad is None or param.grad.isfinite().all() for param in model.parameters())

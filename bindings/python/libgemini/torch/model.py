@@ -197,6 +197,8 @@ class Record:
                 self.refer(param)
             else:
                 param.data = self.place.tensor
+                # A graph from before would read the bytes without asking for them: torch refuses its backward pass.
+                torch.autograd.graph.increment_version(param)
             if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
         param.__class__ = parameter_class(param) if self.division is None else ManagedLocalParameter
