@@ -216,7 +216,7 @@ static gemini_status_t by_load(subject_t *s, uint32_t mode, uint32_t tier) {
 }
 
 static void check_table(int kind, uint32_t place) {
-  if (check_is_slow() && place != FILES && kind != REUSING) return; /* thousands of managers, as in files */
+  if (check_is_slow() && place != FILES && kind != REUSING) return; /* each table opens thousands of managers */
   table_t seen = { { { 0 } } };
   for (uint32_t from = 0; from < STATES; from++) {
     for (uint32_t to = 0; to < STATES; to++)

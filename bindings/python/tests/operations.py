@@ -579,7 +579,7 @@ def prepare(w, optimizers=OPTIMIZERS, leaves=True):
         for name in w.having("view"):
             w.add(f"{name} = None")
             del w.names[name]
-    if not w.prepared:
+    if not w.prepared and not w.inside:
         w.loss = "spent"  # the graph of a pass before is refused
     w.prepared, w.saved = True, False
     w.add(f"opt = prepare(model, {w.pick(optimizers, all=w.pick(PARAMS))})", "stop")

@@ -10,12 +10,15 @@ import multiprocessing.forkserver
 import os
 import runpy
 import sys
+import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from unittest import mock
 
-_context = multiprocessing.get_context("forkserver")
-# None of these starts a thread, or asks for a GPU. Those that are not installed are passed over.
-_context.set_forkserver_preload(
+_forks = multiprocessing.get_context("forkserver")
+_alone = multiprocessing.get_context("spawn")
+# What is not installed, or is not to be found by PYTHONPATH, is passed over, and imported by each process.
+_forks.set_forkserver_preload(
     [
         "libgemini.torch",
         "torch.distributed.tensor.parallel",
@@ -24,29 +27,43 @@ _context.set_forkserver_preload(
 )
 
 
-def start(script: str, arguments: list[str], environment: dict[str, str]) -> BaseProcess:
-    """Starts `python script arguments` in the script's folder.
+def start(script: str, arguments: list[str], environment: dict[str, str], forked: bool = True) -> BaseProcess:
+    """Starts a script of Python in its folder. Where modules are looked for is as in this process.
 
     Args:
-      script: the path of a file of Python.
+      script: its path.
       arguments: what follows it in sys.argv.
       environment: the whole environment.
+      forked: of the server, whose seed of hashes and addresses all forks have. False: a process that imports torch
+        itself.
 
     Returns:
-      The process; wait() below waits for it.
+      The process, which ends with this one at the latest; see ends().
     """
-    # What asks whether there is a GPU while it is imported may not open a context, which forks cannot use.
-    with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-        multiprocessing.forkserver.ensure_running()
-    process = _context.Process(target=_run, args=(script, arguments, environment))
-    process.start()
+    if forked:
+        # What asks whether there is a GPU while it is imported may not open a context, which forks cannot use.
+        with mock.patch.dict(os.environ, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+            multiprocessing.forkserver.ensure_running()
+    process = (_forks if forked else _alone).Process(target=_run, args=(script, arguments, environment), daemon=True)
+    with mock.patch.dict(os.environ, {} if forked else environment):  # which Python reads when it begins
+        process.start()
     return process
 
 
-def wait(process: BaseProcess, seconds: float) -> int | None:
-    """The exit status of a process, the number of the signal that ended it below 0, or None if it still runs."""
-    process.join(seconds)
-    return process.exitcode
+def ends(processes: Sequence[BaseProcess], seconds: float) -> list[int | None]:
+    """Waits so long for all processes together, and kills those that still run.
+
+    Returns:
+      Their exit statuses: the number of the signal that ended a process below 0, None if it was still running.
+    """
+    end = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str]) -> None:

@@ -137,11 +137,7 @@ def test_checkpoints_bring_back_the_same_bits(outcomes):
 def test_a_rank_that_is_killed_is_named(tmp_path):
     more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
     processes, paths = start(tmp_path, 2, "ends", more, point="backward", how="killed", deadline=8.0)
-    try:
-        assert [started.wait(process, 120) for process in processes] == [0, -9]
-    finally:
-        for process in processes:
-            process.kill()
+    assert started.ends(processes, 120) == [0, -9]
     outcome = torch.load(paths[0], weights_only=False)
     assert outcome["type"] == "GeminiError" and outcome["status"] == "PEER", outcome
     assert f"rank 1 has ended (process {processes[1].pid})" in outcome["text"], outcome

@@ -464,6 +464,33 @@ def test_second_gradient_of_a_step_in_backward(session, shared):
     assert not any(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
+class Buffered(nn.Module):
+    """With a view of a parameter, or with many indices, as a buffer."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(SIZE, SIZE))
+        view = self.weight.data[0]
+        self.register_buffer("buffer", view if what == "view" else (torch.arange(20 * SIZE) % SIZE).int())
+
+    def forward(self, x):
+        if self.buffer.dtype == torch.int32:
+            return nn.functional.embedding(self.buffer, self.weight)
+        return x * self.weight.sum() * self.buffer
+
+
+@pytest.mark.parametrize("what", ("view", "indices"))
+def test_graph_with_buffers_from_before_prepare_is_refused(session, what):
+    model = Buffered(what)
+    loss = model(torch.ones(3, SIZE)).square().mean()
+    session()
+    gm.prepare(model)
+    assert type(model.buffer) is not torch.Tensor
+    overwrite_the_device()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("layer", (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GRU, nn.TransformerEncoderLayer))
 @pytest.mark.parametrize("frozen", (False, True))
 def test_graph_from_before_prepare_is_refused(session, layer, frozen):

@@ -25,9 +25,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 
 
-def start(where, ranks, program, more=None, **arguments):
+def start(where, ranks, program, more=None, alike=True, **arguments):
     """Starts the ranks of a program of rank_programs.py, with more in the environment. Returns their processes and the
     paths of their outcomes.
+
+    alike: sets of strings, and whatever has addresses, have the same order in all ranks, which begin sooner.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -41,22 +43,19 @@ def start(where, ranks, program, more=None, **arguments):
             "WORLD_SIZE": str(ranks),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
+            "PYTHONHASHSEED": str(rank + 1),
             **(more or {}),
         }
         paths.append(where / f"{program}-{rank}.pt")
         script = os.path.join(HERE, "rank_programs.py")
-        processes.append(started.start(script, [program, str(paths[-1]), json.dumps(arguments)], environment))
+        processes.append(started.start(script, [program, str(paths[-1]), json.dumps(arguments)], environment, alike))
     return processes, paths
 
 
 def run(where, ranks, program, more=None, seconds=300, **arguments):
     """The outcome of each rank."""
     processes, paths = start(where, ranks, program, more, **arguments)
-    try:
-        assert [started.wait(process, seconds) for process in processes] == [0] * ranks
-    finally:
-        for process in processes:
-            process.kill()
+    assert started.ends(processes, seconds) == [0] * ranks
     outcomes = [torch.load(path, weights_only=False) for path in paths]
     return outcomes
 
@@ -230,7 +229,7 @@ def outcomes(tmp_path_factory):
             cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
             cases["alone for long"] = "alone_for_long", {"folder": str(folder / "alone")}
             cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
-        by_rank = run(folder, ranks, "several", cases=list(cases.values()))
+        by_rank = run(folder, ranks, "several", alike=False, cases=list(cases.values()))
         out.update({(ranks, name): outcome for name, *outcome in zip(cases, *by_rank)})
     return out
 
@@ -455,7 +454,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before(tmp_path):
     folder = str(tmp_path / "checkpoint")
     saved = good(run(tmp_path, 3, "saving", folder=folder, model="branches", count=2))[0]
     processes, paths = start(tmp_path, 3, "saving", folder=folder, model="branches", count=2, dies=True)
-    assert [started.wait(process, 120) for process in processes] == [0, -9, 0]
+    assert started.ends(processes, 120) == [0, -9, 0]
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome
@@ -708,12 +707,7 @@ def test_a_rank_that_leaves_out_a_call_is_found_out(outcomes, what):
 def test_a_rank_that_ends_is_named(tmp_path, where, how):
     early = where == "backward" and how == "killed"
     processes, paths = start(tmp_path, 3, "ends", point=where, how=how, early=early)
-    try:
-        ends = [started.wait(process, 60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert ends == [0, -9 if how == "killed" else 0, 0]
+    assert started.ends(processes, 60) == [0, -9 if how == "killed" else 0, 0]
     for rank in 0, 2:
         outcome = torch.load(paths[rank], weights_only=False)
         assert outcome["type"] == "GeminiError" and "rank 1" in outcome["text"], outcome

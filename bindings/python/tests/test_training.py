@@ -5,7 +5,6 @@ SPDX-License-Identifier: Apache-2.0
 
 import contextlib
 import copy
-import ctypes
 import re
 import subprocess
 import sys
@@ -18,8 +17,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
-from conftest import alike, batch, far_apart, off_the_device, same_bits, sgd, tiny, train, values
-from libgemini import abi
+from conftest import (
+    alike,
+    batch,
+    far_apart,
+    leave_where_nobody_holds,
+    off_the_device,
+    same_bits,
+    sgd,
+    tiny,
+    train,
+    values,
+)
 from libgemini.torch.optim import Optimizer
 
 SIZE = 96
@@ -1051,12 +1060,24 @@ def test_calls_of_hooks_leave_the_backward_pass_what_it_holds(session, tmp_path,
                 optimizer.state_dict()
             else:
                 gm.save(tmp_path / "saved", model)
-            for record in gm.session().records:
-                with contextlib.suppress(gm.GeminiError):  # it is held
-                    access = ctypes.byref(record.place.access(abi.READ, abi.TIER_HOST))
-                    gm.session().lib.move(gm.session().handle, access, 1)
+            assert 0 < leave_where_nobody_holds() < len(gm.session().records)
 
         for param in model.parameters():
+            param.register_post_accumulate_grad_hook(of_hook)
+        return trained(model, optimizer, 2)
+
+    alike(session, ManyNodes, run, budget="4MiB")
+
+
+def test_a_backward_pass_that_a_hook_calls_leaves_the_other_one_what_it_holds(session):
+    def run(model, optimizer):
+        def of_hook(param):
+            with torch.enable_grad():
+                model.last.weight.square().sum().backward()
+            if isinstance(optimizer, Optimizer):
+                assert 0 < leave_where_nobody_holds() < len(gm.session().records)
+
+        for param in model.layers.parameters():
             param.register_post_accumulate_grad_hook(of_hook)
         return trained(model, optimizer, 2)
 

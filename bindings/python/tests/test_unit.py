@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
+from conftest import leave_where_nobody_holds
 
 VOCAB, WIDTH, BLOCKS = 50, 96, 4
 STEPS = 4
@@ -234,10 +235,35 @@ class Nested(nn.Module):
         return self.last(checkpoint(inner, torch.tanh(self.first(x)), use_reentrant=True))
 
 
+class Aside(nn.Module):
+    """A module that is called within the part that runs again, and may have such a part itself, or others' layers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.others = [nn.Linear(WIDTH, WIDTH)]  # in a list: not of this module
+
+    def inner(self, x):
+        x = self.others[0](x)
+        if x.requires_grad and gm._current is not None:
+            x.register_hook(lambda _: leave_where_nobody_holds() and None)
+        return torch.tanh(x)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.how == "unit with a part":
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        elif self.how == "unit with another layer":
+            x = self.inner(x)
+        return self.last(x)
+
+
 class NestedNet(Net):
     def __init__(self, aside):
         super().__init__(block=Nested)
-        self.aside = nn.Linear(WIDTH, WIDTH) if aside else nn.Identity()
+        self.aside = nn.Identity() if aside == "nothing" else Aside(aside)
+        self.others = nn.ModuleList(getattr(self.aside, "others", ()))
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -246,9 +272,15 @@ class NestedNet(Net):
         return self.out(x)
 
 
-@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("aside", ["nothing", "module", "unit", "unit with another layer", "unit with a part"])
 def test_a_unit_is_held_while_a_part_of_it_runs_again(aside):
-    plain, ours = both(lambda: NestedNet(aside), lambda model: [gm.unit(block) for block in model.blocks])
+    def units(model):
+        for block in model.blocks:
+            gm.unit(block)
+        if "unit" in aside:
+            gm.unit(model.aside)
+
+    plain, ours = both(lambda: NestedNet(aside), units)
     assert ours == plain
 
 

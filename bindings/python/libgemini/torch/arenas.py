@@ -135,12 +135,14 @@ class Place:
         """Makes the tensor over the address."""
         return wrap(self.address, self.shape, self.dtype, self.session.device, stride)
 
+    python_ends = staticmethod(sys.is_finalizing)  # of the class: modules may have lost their names by then
+
     def __del__(self):
         """Queues the range for reuse.
 
         Python may call this on any thread at any time, and torch may still have tensors over the storage.
         """
-        if self.tensor is None or not self.elements or sys.is_finalizing():  # the session is closed by then
+        if self.tensor is None or not self.elements or self.python_ends():  # the session is closed by then
             return
         (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
         if not self.follows:

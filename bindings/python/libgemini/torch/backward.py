@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import typing
 
@@ -52,7 +53,7 @@ class Backward:
         # What the function that the backward pass has reached has acquired, and on which stream; before it, the unit
         # that the function is in.
         self.held: list[tuple[Use, int]] = []
-        # How many of these stay while a pass within the backward pass runs: a unit whose own functions call that.
+        # While a pass within the backward pass runs: how many of these belong to the outer one, and stay.
         self.kept = 0
         self.task = -1  # autograd's number of the backward pass in progress
         # Gradients of parameters of the function that the backward pass has reached.
@@ -77,8 +78,7 @@ class Backward:
         if self.is_open and not self.session.cuda and internals.runs_backward_beside(threading.get_ident()):
             brackets.refuse("backward()", "a backward pass")
         self.task = task  # the one before has ended, by an exception, or this one is inside it
-        first = self.held[0][0].unit if self.held else None
-        self.kept = int(first is not None and first.nests and internals.is_within_backward())
+        self.kept = self.held_outside()
         internals.after_backward(functools.partial(self.end, self.kept))
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)
         for rule in self.session.rules:
@@ -91,6 +91,21 @@ class Backward:
                 raise
         elif not self.landed and not any(record.has_grad for record in self.session.records):
             self.session.arenas.gradients_zero()
+
+    def held_outside(self) -> int:
+        """How many of self.held stay while the pass runs that begins now, as a pass around it has not left them.
+
+        What a hook interrupts has not been left. A custom function, such as a checkpoint, has been entered, and the
+        function before it was not left in time: only the units stay that may have called it.
+        """
+        if not self.held:
+            return 0
+        caller = internals.caller_of_backward()
+        if caller == "hook":
+            return len(self.held)
+        units = (use.unit for use, _ in self.held)
+        nesting = itertools.takewhile(lambda unit: unit is not None and unit.nests, units)
+        return sum(1 for _ in nesting) if caller == "function" else 0
 
     @property
     def is_open(self) -> bool:
@@ -116,7 +131,7 @@ class Backward:
         self.begin()
         if self.holds(use):  # another node of the same function
             return
-        self.leave_function(1 if within and self.held and self.held[0][0] is within else 0)
+        self.leave_function(next((number for number, (one, _) in enumerate(self.held, 1) if one is within), 0))
         if self.session.ranks and self.session.ranks.parts and not self.held:
             self.session.ranks.parts.update()
         self.session.brackets.op_begin(use.backward_name)

@@ -79,7 +79,7 @@ class Block:
         call: The call that the module has got.
     """
 
-    graphed = nests = False  # as Unit's; each of its functions asks for it
+    graphed = nests = False  # as Unit's; it need not stay, as each of its functions acquires it again
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session

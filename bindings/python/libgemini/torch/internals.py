@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import threading
 import types
 import typing
 import warnings
@@ -211,22 +212,31 @@ def counts_for(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
         return counter._version != before
 
 
-_backward_of_function = find(torch, "autograd.function.BackwardCFunction.apply")  # calls that of a custom function
+find(torch, "autograd.function.BackwardCFunction.apply")
+_backward_of_function = {  # what calls the backward pass of a custom function; newer versions have two ways
+    function.__code__
+    for name in ("apply", "apply_boxed")
+    if (function := getattr(torch.autograd.function.BackwardCFunction, name, None))
+}
 
 
-def is_within_backward() -> bool:
-    """Whether the backward pass of the current thread was called by a function, or a hook, of another one.
+def caller_of_backward() -> typing.Literal["program", "function", "hook"]:
+    """Who has called the backward pass of the current thread: a custom function of another pass, a hook of one, or
+    neither.
 
-    On a GPU the threads of autograd run functions, where only the inner pass has a call of the engine.
+    On a GPU the threads of autograd run functions and hooks, where only the inner pass has a call of the engine.
     """
     frame: types.FrameType | None = sys._getframe()
     passes = 0
     while frame:
         passes += frame.f_code is _engine.__code__
-        if passes > 1 or passes and frame.f_code is _backward_of_function.__code__:
-            return True
+        if passes and frame.f_code in _backward_of_function:
+            return "function"
+        if passes > 1:
+            return "hook"
         frame = frame.f_back
-    return False
+    # Python has no Thread for those of autograd.
+    return "hook" if passes and isinstance(threading.current_thread(), threading._DummyThread) else "program"
 
 
 def runs_backward_beside(thread):

@@ -196,9 +196,10 @@ class Record:
                 torch.utils.swap_tensors(param, other)
                 self.refer(param)
             else:
+                moves = param.data_ptr() != self.place.address
                 param.data = self.place.tensor
-                # A graph from before would read the bytes without asking for them: torch refuses its backward pass.
-                torch.autograd.graph.increment_version(param)
+                if moves:  # a graph from before would read the bytes where nobody acquires them: torch refuses it
+                    internals.note_write(param)
             if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
         param.__class__ = parameter_class(param) if self.division is None else ManagedLocalParameter
@@ -718,6 +719,7 @@ def adopt_buffer(session: Session, buffer: torch.Tensor, name: str, fill: bool =
     else:
         with _plain():
             buffer.data = place.tensor
+        internals.note_write(buffer)  # as in Record.become_managed()
         buffer.__class__ = ManagedTensor
         typing.cast(ManagedTensor, buffer)._gm_place = place
     return place
@@ -1178,6 +1180,7 @@ class Model:
                 torch.utils.swap_tensors(buffer, view)
             else:
                 buffer.data = view
+                internals.note_write(buffer)
         buffer.__class__ = ManagedTensor
         buffer._gm_place = place
         if is_number(buffer):

@@ -260,9 +260,10 @@ class Optimizer(torch.optim.Optimizer):
             What closure returned; or, for an optimizer of another class, what its step returned.
 
         Raises:
-            GeminiError: The session was closed, a parameter belongs to an optimizer that was prepared later, or there
-                is no room for a parameter's chunks.
+            GeminiError: The session was closed, a parameter belongs to an optimizer that was prepared later, there is
+                no room for a parameter's chunks, or a hook calls it within a backward pass.
             TypeError: There are args or kwargs, and the class is torch.optim's.
+            AssertionError: A torch.amp.GradScaler calls it, and has scaled no gradient.
         """
         try:
             if internals.compiler_loaded():  # torch.compile() must not trace the step
@@ -282,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         if in_backward():
             raise GeminiError(
                 "optimizer.step() is called within a backward pass, by a hook: call it after backward(), or prepare "
-                "with step_in_backward=True, which updates a parameter as soon as its gradient is complete"
+                "AdamW or Adam with step_in_backward=True, which updates a parameter once its gradient is complete"
             )
         if self.rule.by_parameter:
             if args or kwargs:
@@ -343,13 +344,13 @@ class Optimizer(torch.optim.Optimizer):
         Returns whether to make the step.
         """
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if isinstance(found, int):  # a sum of nothing
+            raise AssertionError("No inf checks were recorded for this optimizer.")  # as torch says it
         if scale is not None:
             factor = float(torch.as_tensor(scale).double().reciprocal().float())  # rounded as GradScaler rounds it
             for record in self.records:
                 if factor != 1.0 and (record.has_grad or record.given):
                     record.gradient().mul_(factor)
-        if isinstance(found, int):  # a sum of nothing
-            raise AssertionError("No inf checks were recorded for this optimizer.")  # as torch says it
         return found is None or not found.item()
 
     def __getstate__(self):

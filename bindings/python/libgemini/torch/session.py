@@ -241,6 +241,7 @@ class Session:
         """See libgemini.torch.close()."""
         self.backward.landed.clear()  # of a backward pass that an exception has ended
         self.holds.recover()
+        self.backward.kept = 0
         with self._without_ranks():
             self.backward.leave_function()
         with self._without_ranks():
