@@ -30,6 +30,7 @@ from conftest import (
     values,
 )
 from libgemini.torch.optim import Optimizer
+from libgemini.torch.tensors import ManagedTensor
 
 SIZE = 96
 
@@ -1082,6 +1083,64 @@ def test_a_backward_pass_that_a_hook_calls_leaves_the_other_one_what_it_holds(se
         return trained(model, optimizer, 2)
 
     alike(session, ManyNodes, run, budget="4MiB")
+
+
+class Passing(nn.Module):
+    """Gives a result to a function that returns it as it is, or a view of it, and takes a parameter, too."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        wide = 2 * SIZE  # whose weights have chunks of their own
+        self.first = nn.Linear(SIZE, wide)
+        self.second, self.third = (nn.Linear(wide, wide) for _ in range(2))
+
+    def forward(self, x):
+        out = self.second(torch.tanh(self.first(x)))
+        node = out.grad_fn
+        out = self.function(out, self.third.weight)
+        if isinstance(self.third.weight, ManagedTensor):  # the last hook: the node runs after it
+            node.register_prehook(lambda _: self.leave())
+        return self.third(out)
+
+    @staticmethod
+    def leave():
+        assert 0 < leave_where_nobody_holds() < len(gm.session().records)
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda out, weight: out.type_as(weight),
+        lambda out, weight: out.reshape_as(weight),
+        lambda out, weight: torch.broadcast_tensors(out, weight)[0],
+        lambda out, weight: torch.broadcast_tensors(weight, out)[1].mul_(2),
+        lambda out, weight: out.add_(weight),
+    ),
+)
+def test_functions_that_return_an_argument_leave_its_function_what_it_needs(session, function):
+    def run(model, optimizer):
+        losses = []
+        for step in range(2):
+            loss = model(data(step, 2 * SIZE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    alike(session, lambda: Passing(function), run, budget="2MiB")
+
+
+def test_norms_of_gradients_may_be_changed(session):
+    def run(model, optimizer):
+        model(data()).square().mean().backward()
+        for param in model.parameters():
+            norm = torch.linalg.vector_norm(param.grad)
+            norm /= param.numel() ** 0.5
+        return [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)]
+
+    alike(session, mlp, run)
 
 
 @pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.SGD))

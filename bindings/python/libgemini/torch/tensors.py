@@ -493,6 +493,9 @@ def _run(func, args, kwargs):
     if not ranges:
         return func(*args, **kwargs)
     use = session.holds.use(tuple(ranges), name)
+    inputs: set[typing.Any] = set()
+    if torch.is_grad_enabled():  # a result may be an argument, as of type_as(), or a view of one
+        grad_nodes((args, kwargs), inputs)
     try:
         out = run_with(session, use, func, args, kwargs, read)
     except BaseException:
@@ -511,6 +514,7 @@ def _run(func, args, kwargs):
     if torch.is_grad_enabled():
         nodes: set[typing.Any] = set()
         grad_nodes(out, nodes)
+        nodes -= inputs
         if nodes:
             if any(mode != abi.READ for *_, mode in ranges):
                 use = session.holds.use(tuple((*where, abi.READ) for *where, _ in ranges), name)
@@ -879,7 +883,8 @@ def _norm(grad):
     return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
 
 
-def _vector_norm(func, args, kwargs):
+def _known_norm(args, kwargs):
+    """The norm of a gradient that was computed before, for the arguments of vector_norm(), or None."""
     record = _gradient_of(args[0])
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     if (
@@ -891,7 +896,12 @@ def _vector_norm(func, args, kwargs):
         and not set(kwargs) - {"ord"}
     ):
         return record.norm.to(args[0].dtype)
-    return _run(func, args, kwargs)
+    return None
+
+
+def _vector_norm(func, args, kwargs):
+    known = _known_norm(args, kwargs)
+    return _run(func, args, kwargs) if known is None else known.clone()  # the caller may change it
 
 
 def _number(value):
@@ -930,7 +940,11 @@ def _foreach_norm(func, args, kwargs):
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     more = {} if dtype is None else {"dtype": dtype}
-    return [_dispatch(torch.linalg.vector_norm, (tensor, order), more) for tensor in args[0]]
+    norms = []
+    for tensor in args[0]:  # clipping changes none of them: no copies
+        known = _known_norm((tensor, order), more) if isinstance(tensor, ManagedTensor) else None
+        norms.append(_dispatch(torch.linalg.vector_norm, (tensor, order), more) if known is None else known)
+    return norms
 
 
 def _unscale(func, args, kwargs):
