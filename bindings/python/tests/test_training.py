@@ -1185,6 +1185,21 @@ def test_writes_to_parameters_of_16_bits_are_not_taken_back(session, kind, early
     same_bits(values(model), wanted)
 
 
+@pytest.mark.parametrize("masters", ("fp32", "split16"))
+@pytest.mark.parametrize("early", (False, True))
+def test_writes_of_the_forward_pass_to_parameters_of_16_bits_are_not_taken_back(session, early, masters):
+    session("2MiB")
+    model = nn.Sequential(nn.Embedding(512, SIZE, max_norm=1.0), nn.Linear(SIZE, SIZE)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0)
+    model, optimizer = gm.prepare(model, optimizer, step_in_backward=early, masters=masters)
+    assert model[0].weight.detach().float().norm(dim=1).min() > 5
+    for _ in range(2):
+        model(torch.arange(512)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model[0].weight.detach().float().norm(dim=1).max() < 1.02
+
+
 def test_a_process_may_end_with_its_session_open():
     script = (
         "import atexit\natexit.register(lambda: print('open' if gm._current else 'closed'))\n"

@@ -224,6 +224,8 @@ class Backward:
         adds: list[tuple[torch.Tensor, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for record, values, add in parts:
+            if record.early and record.place.written and not session.ranks:  # by the forward pass
+                record.renew_master()
             if values.is_sparse:
                 values = values.to_dense()
             place, mode = record.grad_place, abi.READ_WRITE if add else abi.WRITE
