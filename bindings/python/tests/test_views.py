@@ -636,7 +636,7 @@ def test_n10_torch_is_as_it_was_when_the_session_is_closed(session):
         return [
             vars(owner).get(name)
             for owner, names in (
-                (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
+                (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor")),
                 (torch.Tensor, ("__new__", "new", "new_tensor", "data", "set_", "_make_subclass")),
                 (torch.autograd.Variable, ("__new__",)),
                 (torch._C._nested, ("nested_tensor",)),

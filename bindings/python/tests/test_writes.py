@@ -4,10 +4,12 @@ The reference is torch alone, to the bit. What leaves the device becomes NaN the
 SPDX-License-Identifier: Apache-2.0
 """
 
+import ctypes
 import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import libgemini.torch as gm
@@ -576,3 +578,78 @@ def test_n7_what_is_kept_of_another_class_is_refused(session):
         model(torch.ones(1, SIZE))
     gm.session().backward.settle()
     assert not gm.session().holds.noted
+
+
+@pytest.mark.parametrize("call", (F.batch_norm, torch.batch_norm))
+def test_running_statistics_that_are_frozen_parameters(session, call):
+    """Functions write them without a trace in their versions."""
+
+    def run(mean, variance):
+        x = torch.randn(8, SIZE, 3, generator=torch.Generator().manual_seed(0))
+        if call is torch.batch_norm:
+            call(x, None, None, mean, variance, True, 0.1, 1e-5, False)
+        else:
+            call(x, running_mean=mean, running_var=variance, training=True)
+
+    session()
+    wanted = torch.zeros(SIZE), torch.ones(SIZE)
+    run(*wanted)
+    model = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in (torch.zeros(SIZE), torch.ones(SIZE)))
+    gm.prepare(model)
+    run(*model)
+    overwrite_the_device()
+    same_bits([one.detach() for one in model], wanted)
+    assert wanted[0].any()
+
+
+@pytest.mark.parametrize("overload", (False, True))
+def test_what_operators_say_that_they_write(session, overload):
+    """In their schemas: their kernels may write by address."""
+    library = torch.library.Library("libgemini_test_writes", "FRAGMENT")
+    library.define(f"clear{overload:d}(Tensor(a!) x, Tensor y) -> ()")
+
+    def clear(x, y):
+        ctypes.memset(x.data_ptr(), 0, x.numel() * x.element_size())
+
+    library.impl(f"clear{overload:d}", clear, "CPU")
+    operator = getattr(torch.ops.libgemini_test_writes, f"clear{overload:d}")
+    session()
+    model = gm.prepare(nn.Linear(SIZE, SIZE))
+    bias = model.bias.detach().clone()
+    with torch.no_grad():
+        (operator.default if overload else operator)(model.weight, model.bias)
+    overwrite_the_device()
+    assert not model.weight.any() and torch.equal(model.bias, bias)
+
+
+def sparse(kind, values):
+    """A matrix of SIZE x SIZE with values in each row."""
+    columns = torch.arange(values.numel()) * 7 % SIZE
+    rows = torch.arange(values.numel()) * SIZE // values.numel()
+    if kind == "coo":
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, (SIZE, SIZE))
+    starts = torch.arange(SIZE + 1) * (values.numel() // SIZE)
+    if kind == "csr":
+        return torch.sparse_csr_tensor(starts, columns, values, size=(SIZE, SIZE))
+    return torch.sparse_compressed_tensor(starts, columns, values, (SIZE, SIZE), layout=torch.sparse_csr)
+
+
+@pytest.mark.parametrize("kind", ("coo", "csr", "compressed"))
+def test_sparse_tensors_of_parameters_have_their_own_values(session, kind):
+    """Nobody would see that they are over the parameter's bytes."""
+
+    def run(values, leave):
+        matrix = sparse(kind, values)
+        leave()
+        loss = (matrix @ torch.ones(SIZE, 3)).square().mean()
+        leave()
+        loss.backward()
+        return [loss.detach(), values.grad.detach().clone()]
+
+    def values():
+        return nn.Parameter(torch.randn(4 * SIZE, generator=torch.Generator().manual_seed(3)))
+
+    wanted = run(values(), lambda: None)
+    session()
+    model = gm.prepare(nn.ParameterList([values()]))
+    same_bits(run(model[0], overwrite_the_device), wanted)

@@ -116,6 +116,7 @@ same_kind = find(torch, "_has_compatible_shallow_copy_type")  # which Module.to(
 foreach_mul, foreach_norm = find(torch, "_foreach_mul_"), find(torch, "_foreach_norm")
 foreach_copy, foreach_add = find(torch, "_foreach_copy_"), find(torch, "_foreach_add_")
 unscale = find(torch, "_amp_foreach_non_finite_check_and_unscale_")  # torch.amp.GradScaler's
+Overload, Overloads = find(torch, "_ops.OpOverload"), find(torch, "_ops.OpOverloadPacket")  # of an operator
 StorageWeakRef = find(module_or_empty("torch.multiprocessing.reductions"), "StorageWeakRef")
 
 

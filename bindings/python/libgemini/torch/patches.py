@@ -99,13 +99,15 @@ savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_sav
 makers = [
     Replaced(owner, name)
     for owner, names in (
-        (torch, ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")),
+        (torch, ("tensor", "as_tensor", "asarray")),
         (torch.Tensor, ("__new__", "new", "new_tensor")),
         (torch.autograd.Variable, ("__new__",)),
         (getattr(torch._C, "_nested", types.ModuleType("torch._C._nested")), ("nested_tensor",)),
     )
     for name in names
 ]
+# What makes sparse tensors, whose values are where those were that it was given.
+sparse_makers = [Replaced(torch, f"sparse_{kind}_tensor") for kind in ("coo", "compressed", "csr", "csc", "bsr", "bsc")]
 # Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(module_or_empty("torch._functorch.eager_transforms"), "_wrap_for_grad")
 unwrap_for_grad = Replaced(module_or_empty("torch._functorch.eager_transforms"), "_unwrap_for_grad")

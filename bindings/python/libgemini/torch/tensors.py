@@ -22,6 +22,7 @@ import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .. import abi
@@ -446,6 +447,18 @@ def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs
         return False
 
 
+# Functions that write running statistics without incrementing a version: which arguments these are.
+_STATISTICS = {F.batch_norm: (1, 2), torch.batch_norm: (3, 4), torch.native_batch_norm: (3, 4)}
+_OPERATORS = {internals.Overload, internals.Overloads}
+
+
+def _statistics(func, args, kwargs):
+    """The running statistics among the arguments of a function."""
+    found = [args[number] for number in _STATISTICS[func] if number < len(args)]
+    found += [kwargs.get(name) for name in ("running_mean", "running_var")]
+    return [one for one in found if isinstance(one, _Tensor)]
+
+
 def _run(func, args, kwargs):
     tensors: list[ManagedTensor] = []
     _collect(args, tensors)
@@ -465,6 +478,10 @@ def _run(func, args, kwargs):
     if kwargs.get("out") is not None:
         out = kwargs["out"]
         changed += [out] if isinstance(out, _Tensor) else list(out)
+    if type(func) in _OPERATORS:
+        changed += [one for one in _written_by(func, args, kwargs) if isinstance(one, _Tensor)]
+    elif func in _STATISTICS:
+        changed += _statistics(func, args, kwargs)
     if internals.transform_level() is not None:
         return _run_on_copies(func, name, args, kwargs, tensors, changed)
     ranges, read, written, replaced = [], [], [], None
@@ -1303,12 +1320,17 @@ def _use_numbers(func, args, kwargs):
 
 
 def _written_by(func, args, kwargs):
-    """The arguments that an operator of torch's dispatcher writes."""
+    """The arguments that an operator of torch's dispatcher writes, or may write if it has several overloads."""
     out: list[typing.Any] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            out += value if isinstance(value, (list, tuple)) else [value]
+    overloads = [func]
+    if isinstance(func, internals.Overloads):
+        overloads = [getattr(func, name) for name in func.overloads()]
+    for overload in overloads:
+        for number, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                by_number = number < len(args) and not argument.kwarg_only
+                value = args[number] if by_number else kwargs.get(argument.name)
+                out += value if isinstance(value, (list, tuple)) else [value]
     return out
 
 
@@ -1523,6 +1545,20 @@ def _served(replaced):
     return staticmethod(make) if replaced.name == "__new__" else make
 
 
+def _of_copies(replaced):
+    """Wraps a function whose result has the bytes of its arguments, but would not be found to: it gets copies."""
+    function = replaced.original
+
+    @functools.wraps(function)
+    def make(*args, **kwargs):
+        def copy(value):
+            return value.clone() if isinstance(value, ManagedTensor) else value
+
+        return function(*map(copy, args), **{name: copy(value) for name, value in kwargs.items()})
+
+    return patches.Standing(function, make)
+
+
 def _make_grads(outputs, grads, *args, **kwargs):
     """Replaces autograd._make_grads(), which does not know managed tensors."""
     inferring = [model for model in weights_only_models if model.session.manager.handle]
@@ -1549,6 +1585,7 @@ def replacements() -> dict[patches.Replaced, typing.Any]:
         patches.make_subclass: staticmethod(_subclass),
         patches.make_grads: _make_grads,
         **{one: _served(one) for one in patches.makers},
+        **{one: _of_copies(one) for one in patches.sparse_makers},
         **{one: _sharing(one) for one in patches.savers},
         patches.wrap_for_grad: _refuse_managed(patches.wrap_for_grad.original),
         patches.unwrap_for_grad: _marked(patches.unwrap_for_grad.original),
