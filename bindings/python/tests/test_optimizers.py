@@ -1130,3 +1130,21 @@ def test_a_compiled_step_is_the_step(session, how, make, backend):
     same_bits(outcomes[1][0], outcomes[0][0])
     same_bits(outcomes[1][1], outcomes[0][1])
     assert len(set(map(float, losses))) == 3
+
+
+def test_the_optimizer_that_was_prepared_hands_out_no_empty_state(session):
+    session()
+    model = nn.Linear(96, 96)
+    given = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, optimizer = gm.prepare(model, given)
+    model(torch.ones(2, 96)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 2
+    for call in given.state_dict, lambda: given.load_state_dict(saved):
+        with pytest.raises(gm.GeminiError, match="of this AdamW are in the session: call state_dict"):
+            call()
+    optimizer.load_state_dict(saved)
+    same_bits(optimizer.state_dict()["state"][0], saved["state"][0])
+    gm.close()
+    given.state_dict()

@@ -134,11 +134,24 @@ class Optimizer(torch.optim.Optimizer):
         for record in self.records:
             self.start_from(record, initial.get(id(record.param), {}))
         self.rule.adopt_states()
+        if isinstance(self.rule, AdamwRule):
+            inner.register_state_dict_pre_hook(self.refuse_inner)
+            inner.register_load_state_dict_pre_hook(self.refuse_inner)
         session.rules.append(self.rule)
         if step_in_backward:
             self.rule.step_in_backward(lambda: self.param_groups)
             if not session.ranks:
                 session.rule_of.update((record, self.rule) for record in self.records if record.early)
+
+    def refuse_inner(self, optimizer, *_):
+        """A hook, of this optimizer and the one that prepare() was given: that has no states, and would load some for
+        nobody.
+        """
+        if optimizer is self.inner and self.session.manager.handle:
+            raise GeminiError(
+                f"the states of this {type(optimizer).__name__} are in the session: call state_dict() and "
+                "load_state_dict() of the optimizer that libgemini.torch.prepare(model, optimizer) returned"
+            )
 
     def check_narrow(self, rule, inner, states, masters):
         """Raises GeminiError if the optimizer cannot have narrow states."""
