@@ -35,8 +35,8 @@ static inline bool fork_others_run(void) {
 static inline pid_t fork_child(void) {
   fflush(NULL);
 #ifdef __SANITIZE_ADDRESS__
-  /* The sanitizer's own allocator knows no fork(): what a thread has locked, such as one that begins, stays locked in the
-   * child. Tests whose threads run on purpose allocate nothing in them. */
+  /* The sanitizer's own allocator knows no fork(): what another thread has locked in it, such as one that has just begun,
+   * stays locked in the child. So all others are to sleep. Those that run on purpose are waited for 100 ms at most. */
   for (int ms = 0; ms < 100 && fork_others_run(); ms++) usleep(1000);
 #endif
   pid_t child = fork();

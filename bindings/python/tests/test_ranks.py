@@ -25,11 +25,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 
 
-def start(where, ranks, program, more=None, alike=True, **arguments):
+def start(where, ranks, program, more=None, forked=True, **arguments):
     """Starts the ranks of a program of rank_programs.py, with more in the environment. Returns their processes and the
     paths of their outcomes.
 
-    alike: sets of strings, and whatever has addresses, have the same order in all ranks, which begin sooner.
+    forked: they begin sooner, but sets of strings, and of what has addresses, have the same order in all ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +48,7 @@ def start(where, ranks, program, more=None, alike=True, **arguments):
         }
         paths.append(where / f"{program}-{rank}.pt")
         script = os.path.join(HERE, "rank_programs.py")
-        processes.append(started.start(script, [program, str(paths[-1]), json.dumps(arguments)], environment, alike))
+        processes.append(started.start(script, [program, str(paths[-1]), json.dumps(arguments)], environment, forked))
     return processes, paths
 
 
@@ -229,7 +229,7 @@ def outcomes(tmp_path_factory):
             cases["full disk"] = "full_disk", {"folder": str(folder / "full" / "checkpoint")}
             cases["alone for long"] = "alone_for_long", {"folder": str(folder / "alone")}
             cases["saving"] = "saving", {"folder": str(folder / "saved"), "model": "gpt2", "count": 2}
-        by_rank = run(folder, ranks, "several", alike=False, cases=list(cases.values()))
+        by_rank = run(folder, ranks, "several", forked=False, cases=list(cases.values()))
         out.update({(ranks, name): outcome for name, *outcome in zip(cases, *by_rank)})
     return out
 

@@ -93,10 +93,11 @@ class Backward:
             self.session.arenas.gradients_zero()
 
     def held_outside(self) -> int:
-        """How many of self.held stay while the pass runs that begins now, as a pass around it has not left them.
+        """How many of self.held stay while the pass runs that begins now, within another one.
 
-        What a hook interrupts has not been left. A custom function, such as a checkpoint, has been entered, and the
-        function before it was not left in time: only the units stay that may have called it.
+        A hook runs in the middle of a function, which goes on afterwards: all stay. Nothing tells when autograd comes
+        to a custom function such as a checkpoint, so the function before it, which has ended, may still be there: only
+        units stay that call custom functions, as they go on afterwards.
         """
         if not self.held:
             return 0

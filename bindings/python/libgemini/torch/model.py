@@ -196,10 +196,7 @@ class Record:
                 torch.utils.swap_tensors(param, other)
                 self.refer(param)
             else:
-                moves = param.data_ptr() != self.place.address
-                param.data = self.place.tensor
-                if moves:  # a graph from before would read the bytes where nobody acquires them: torch refuses it
-                    internals.note_write(param)
+                put_over(param, self.place.tensor)
             if _get_grad(param) is not None:  # it had a gradient before
                 self.note_given()
         param.__class__ = parameter_class(param) if self.division is None else ManagedLocalParameter
@@ -552,6 +549,18 @@ class Record:
         self.note_given()
 
 
+def put_over(tensor, data):
+    """Puts a tensor over bytes in the session.
+
+    A graph from before would read these where nobody acquires them. torch refuses its backward pass, as the version of
+    the tensor says that it was written.
+    """
+    moves = tensor.data_ptr() != data.data_ptr()
+    tensor.data = data
+    if moves:
+        internals.note_write(tensor)
+
+
 def become_plain(tensor, data):
     """Makes a managed tensor a plain one, over other memory."""
     if isinstance(tensor, ManagedNumber):
@@ -718,8 +727,7 @@ def adopt_buffer(session: Session, buffer: torch.Tensor, name: str, fill: bool =
         buffer.__dict__.update(attributes)
     else:
         with _plain():
-            buffer.data = place.tensor
-        internals.note_write(buffer)  # as in Record.become_managed()
+            put_over(buffer, place.tensor)
         buffer.__class__ = ManagedTensor
         typing.cast(ManagedTensor, buffer)._gm_place = place
     return place
@@ -1179,8 +1187,7 @@ class Model:
                 view.__dict__.update(vars(buffer))
                 torch.utils.swap_tensors(buffer, view)
             else:
-                buffer.data = view
-                internals.note_write(buffer)
+                put_over(buffer, view)
         buffer.__class__ = ManagedTensor
         buffer._gm_place = place
         if is_number(buffer):

@@ -144,8 +144,9 @@ class Optimizer(torch.optim.Optimizer):
                 session.rule_of.update((record, self.rule) for record in self.records if record.early)
 
     def refuse_inner(self, optimizer, *_):
-        """A hook, of this optimizer and the one that prepare() was given: that has no states, and would load some for
-        nobody.
+        """A hook before state_dict() and load_state_dict(), of this optimizer and of the one that prepare() was given.
+
+        The latter has no states: it would save none, and nobody would use what it loads.
         """
         if optimizer is self.inner and self.session.manager.handle:
             raise GeminiError(

@@ -106,7 +106,7 @@ makers = [
     )
     for name in names
 ]
-# What makes sparse tensors, whose values are where those were that it was given.
+# What makes sparse tensors. They keep the values that they are made of, without a copy.
 sparse_makers = [Replaced(torch, f"sparse_{kind}_tensor") for kind in ("coo", "compressed", "csr", "csc", "bsr", "bsc")]
 # Of torch.func's transforms: what they wrap their arguments with, and what they take from the results again.
 wrap_for_grad = Replaced(module_or_empty("torch._functorch.eager_transforms"), "_wrap_for_grad")

@@ -453,7 +453,9 @@ _OPERATORS = {internals.Overload, internals.Overloads}
 
 
 def _statistics(func, args, kwargs):
-    """The running statistics among the arguments of a function."""
+    """The running statistics among the arguments of a function, if it writes them."""
+    if not (args[5] if len(args) > 5 else kwargs.get("training", False)):
+        return []
     found = [args[number] for number in _STATISTICS[func] if number < len(args)]
     found += [kwargs.get(name) for name in ("running_mean", "running_var")]
     return [one for one in found if isinstance(one, _Tensor)]
@@ -512,7 +514,9 @@ def _run(func, args, kwargs):
     use = session.holds.use(tuple(ranges), name)
     inputs: set[typing.Any] = set()
     if torch.is_grad_enabled():  # a result may be an argument, as of type_as(), or a view of one
-        grad_nodes((args, kwargs), inputs)
+        grad_nodes(args, inputs)
+        if kwargs:
+            grad_nodes(kwargs, inputs)
     try:
         out = run_with(session, use, func, args, kwargs, read)
     except BaseException:
@@ -1546,7 +1550,7 @@ def _served(replaced):
 
 
 def _of_copies(replaced):
-    """Wraps a function whose result has the bytes of its arguments, but would not be found to: it gets copies."""
+    """Wraps a function whose result keeps its arguments' bytes where mark_views() cannot see them: it gets copies."""
     function = replaced.original
 
     @functools.wraps(function)

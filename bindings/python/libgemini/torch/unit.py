@@ -159,7 +159,8 @@ class Unit:
         self.users = 0  # running calls, and the backward pass that has reached one
         self.watched, self.versions = [], []  # tensors that may be written, while there are users
         self.before = [0]  # collections() when the first user came
-        # Whether it calls custom functions, whose backward pass may have passes within, as of reentrant checkpoints.
+        # Whether its forward pass calls custom functions. Their backward may call backward(), as that of a reentrant
+        # checkpoint does.
         self.nests = False
         self.graphed = False  # within resident(): nothing else may be queued during a capture
         self.captured = set()  # places that were written then: replays may write them again
