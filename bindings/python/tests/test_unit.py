@@ -404,7 +404,7 @@ def test_arguments_that_a_unit_passes_on_do_not_bring_its_bytes(monkeypatch):
     )  # its backward needs its own weight, to which nothing comes after
     result = model.blocks[0](functional.linear(hidden, model.blocks[1].down.weight))["a"][0]
     reached = []
-    monkeypatch.setattr(gm.session().backward, "operator", lambda use: reached.append(use.backward_name.decode()))
+    monkeypatch.setattr(gm.session().backward, "operator", lambda use, _: reached.append(use.backward_name.decode()))
     (result.same + result.hidden.detach()).sum().backward()
     assert reached == ["blocks.1.down.weight:linear.backward", "blocks.1.up.weight:linear.backward"]
 
@@ -598,3 +598,140 @@ def test_norms_of_gradients_are_computed_when_the_last_step_asked_for_one(monkey
         calls.clear()
     assert computed == [len(params), 0, 0, 0, len(params), len(params)]
     assert all(value > 0 for values in norms for value in values)
+
+
+class Balanced(Block):
+    """A block that leaves a part of the loss beside its result, as one with experts does."""
+
+    def forward(self, x):
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        self.left = self.down(torch.tanh(self.up(x))).square().mean()
+        return x
+
+
+class BalancedNet(Net):
+    """A net whose loss has what its blocks leave: beside the result, given from one to the next, or alone."""
+
+    def __init__(self, how):
+        super().__init__(block=Balanced)
+        self.how = how
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            if self.how == "to the next" and number:
+                x = x + self.blocks[number - 1].left
+            x = block(x)
+            if x.requires_grad and gm._current is not None:
+                x.register_hook(lambda _: leave_where_nobody_holds() and None)
+        y = self.out(x)
+        if self.how == "alone":
+            y = y.detach()
+        left = sum(block.left for block in self.blocks)
+        for block in self.blocks:
+            del block.left
+        return y + left
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+@pytest.mark.parametrize("how", ["beside", "to the next", "alone"])
+def test_what_leaves_a_unit_beside_its_result_has_its_gradients(how, reentrant):
+    def train(prepared):
+        torch.manual_seed(0)
+        model = BalancedNet(how)
+        if prepared:
+            start(model)
+            model, optimizer = gm.prepare(model, sgd(model))
+            for block in model.blocks:
+                gm.unit(block)
+        else:
+            optimizer = sgd(model)
+        out = []
+        for step in range(STEPS):
+            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+            if reentrant:
+                y = checkpoint(lambda ids, _: model(ids), ids, torch.ones(1, requires_grad=True), use_reentrant=True)
+            else:
+                y = model(ids)
+            loss = y.square().mean()
+            if prepared:
+                leave_where_nobody_holds()
+            loss.backward()
+            out.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return out
+
+    plain = train(False)
+    assert train(True) == plain
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_units_parameters_see_the_sum_of_the_gradients(when):
+    def train(prepared):
+        torch.manual_seed(0)
+        model, seen = Net(), []
+
+        def hook(param):
+            seen.append(param.grad.norm().item())
+
+        def hooked():
+            for block in model.blocks:
+                for param in block.parameters():
+                    param.register_post_accumulate_grad_hook(hook)
+
+        if not prepared or when == "before":
+            hooked()
+        optimizer = sgd(model)
+        if prepared:
+            start(model)
+            model, optimizer = gm.prepare(model, optimizer)
+            for block in model.blocks:
+                gm.unit(block)
+            if when == "after":
+                hooked()
+        for step in range(2):
+            for part in range(3):
+                loss_of(model, 10 * step + part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    plain = train(False)
+    assert train(True) == plain
+
+
+def test_gradients_of_a_pass_that_failed_can_be_cleared_and_read():
+    """Within a unit, too, which the pass had reached when it failed."""
+
+    class Failed(Exception):
+        pass
+
+    def train(prepared):
+        torch.manual_seed(0)
+        model, fails, out = Net(), True, []
+
+        def hook(_):
+            if fails:
+                raise Failed
+
+        optimizer = sgd(model)
+        if prepared:
+            start(model)
+            model, optimizer = gm.prepare(model, optimizer)
+            for block in model.blocks:
+                gm.unit(block)
+        model.blocks[1].up.weight.register_hook(hook)
+        for step in range(STEPS):
+            fails = step % 2 == 0
+            with pytest.raises(Failed) if fails else contextlib.nullcontext():
+                loss_of(model, step).backward()
+            grads = [param.grad for block in model.blocks[1:] for param in block.parameters()]
+            out += [None if grad is None else grad.norm().item() for grad in grads]
+            model.zero_grad()
+            if not fails:
+                optimizer.step()
+        return out
+
+    plain = train(False)
+    assert train(True) == plain

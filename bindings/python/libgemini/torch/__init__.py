@@ -38,6 +38,7 @@ from . import (
     experts as _experts,
     model as _model,
     narrow as _narrow,
+    passes as _passes,
     patches as _patches,
     ranks as _ranks,
     report as _report,
@@ -111,7 +112,7 @@ def session() -> Session:
 def _watch(on: bool) -> None:
     """Replaces, or puts back, the functions of torch that have no hook: they are replaced while there is a session."""
     if on:
-        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit)))
+        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit, _passes)))
     else:
         _patches.remove()
     _watch_steps(on)

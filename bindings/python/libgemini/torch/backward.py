@@ -140,6 +140,14 @@ class Backward:
         self.session.holds.acquire_use(use, stream)
         self.held.append((use, stream))
 
+    def failed(self) -> None:
+        """An exception has ended a backward pass. What it had reached is released: until then a unit's parameters are
+        plain, also for who reads or clears their gradients. The gradients are stored where they are wanted next.
+        """
+        if not in_backward() and not internals.runs_backward_beside(threading.get_ident()):
+            while self.held:
+                self.session.holds.release_use(*self.held.pop())
+
     def holds(self, use: Use) -> bool:
         """Whether the function that was reached last has acquired a use, for the stream that is torch's current one."""
         if not self.held or self.held[-1][0] is not use:

@@ -180,6 +180,18 @@ after_backward = find(torch, "autograd.Variable._execution_engine.queue_callback
 
 
 _engine = find(torch, "autograd.graph._engine_run_backward")  # which backward() and grad() call
+# Each node of a graph has the number that the thread which made it had come to. This is the next node's.
+next_node_number = find(torch, "_C._autograd._get_sequence_nr")
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """The number of a node; see next_node_number. Those that put gradients into parameters have one above all."""
+    return node._sequence_nr()  # type: ignore[attr-defined]
+
+
+def is_of_autograd() -> bool:
+    """Whether the current thread is one that autograd has made."""
+    return isinstance(threading.current_thread(), threading._DummyThread)  # Python has no Thread for those
 
 
 def runs_backward(thread):
@@ -236,8 +248,7 @@ def caller_of_backward() -> typing.Literal["program", "function", "hook"]:
         if passes > 1:
             return "hook"
         frame = frame.f_back
-    # Python has no Thread for those of autograd.
-    return "hook" if passes and isinstance(threading.current_thread(), threading._DummyThread) else "program"
+    return "hook" if passes and is_of_autograd() else "program"
 
 
 def runs_backward_beside(thread):

@@ -84,6 +84,8 @@ class Record:
         self.view: ManagedTensor | None = None  # param.grad, once it was read
         self.generation = 0  # how many gradients came before the stored one
         self.hook: typing.Any = None
+        # Hooks before and after those of the user; see show(). None while there was none in a unit.
+        self.around: tuple[typing.Any, typing.Any] | None = None
         self.early = False  # whether the backward pass updates it, as soon as its gradient is complete
         self.spent = False  # whether that update has used the gradient of this step
         self.split = False  # whether states["master"] has lower halves alone; see narrow.py
@@ -314,9 +316,40 @@ class Record:
     def unhook(self):
         """Ends what attach() has begun, as the session is closed. Python's garbage collector does not see such a hook,
         by which the parameter, and with it the model, would refer to itself."""
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
+        for hook in (self.hook, *(self.around or ())):
+            if hook is not None:
+                hook.remove()
+        self.hook = self.around = None
+
+    def show(self, unit, kind):
+        """Has the parameter, which a unit has made plain, managed as long as hooks run that the user has registered for
+        its gradient: they shall read the stored one, which a plain parameter does not have.
+
+        Args:
+            unit: The unit.
+            kind: The class of the parameter when it is managed.
+        """
+        hooks = typing.cast(typing.Any, self.param)._post_accumulate_grad_hooks
+        if self.hook is None or len(hooks) == 1 + len(self.around or ()):
+            return
+
+        def begin(param):
+            param.__class__ = kind
+
+        def end(param):
+            if unit.users:
+                param.__class__ = kind._gm_plain
+
+        if self.around is None:
+            register = self.param.register_post_accumulate_grad_hook
+            self.around = register(begin), register(end)
+        before, after = self.around
+        own = self.hook.id, before.id, after.id
+        order = [*own[:2], *(number for number in hooks if number not in own), after.id]
+        if list(hooks) != order:
+            ordered = {number: hooks[number] for number in order}
+            hooks.clear()  # torch calls them in the order in which they came into the dict, which moves do not change
+            hooks.update(ordered)
 
     def take_gradient(self, _):
         """A hook: autograd has put a gradient into param.grad.

@@ -9,6 +9,7 @@ file that knows by what has a function replacements(), whose result __init__.py 
     nn.Parameter.__new__, Tensor._make_subclass       a session is open  tensors.py: over managed bytes stays managed
     Tensor.set_, Tensor.data                          a session is open  tensors.py: a plain tensor over managed bytes
     autograd._make_grads, torch.tensor and its like   a session is open  tensors.py: they read bytes unseen
+    autograd._engine_run_backward                     a session is open  passes.py: where a backward pass begins, fails
     serialization._save, _legacy_save                 a session is open  tensors.py: shared bytes are saved once
     torch._functorch's wrapping and unwrapping        a session is open  tensors.py: results of transforms stay managed
     torch.jit's scripting, ScriptFunction.__call__    a session is open  unit.py: they read parameters in C++
@@ -94,6 +95,7 @@ set_ = Replaced(torch.Tensor, "set_")
 data = Replaced(torch.Tensor, "data")
 make_subclass = Replaced(torch.Tensor, "_make_subclass")
 make_grads = Replaced(torch.autograd, "_make_grads")  # which backward() and grad() give the gradients of outputs to
+run_backward = Replaced(torch.autograd, "_engine_run_backward")  # which these call then
 savers = [Replaced(torch.serialization, name) for name in ("_save", "_legacy_save")]  # what torch.save() comes to
 # What makes tensors of tensors, and asks no __torch_function__ of these.
 makers = [

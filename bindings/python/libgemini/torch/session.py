@@ -23,6 +23,7 @@ from .arenas import Arenas, chunk_bytes
 from .backward import Backward
 from .brackets import Brackets
 from .holds import Holds
+from .passes import Passes
 from .ranks import Ranks
 
 if typing.TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Session:
         holds: What is acquired; see holds.py.
         brackets: Iterations, phases and operators; see brackets.py.
         backward: The backward pass that is under way; see backward.py.
+        passes: Where backward passes begin and fail; see passes.py.
         models: The models that were prepared, the last one last.
         ranks: See ranks.py; None if there is one process.
         activations: See activations.py; None until offload_activations() is used.
@@ -159,6 +161,7 @@ class Session:
         self.holds = Holds(self)
         self.brackets = Brackets(self)
         self.backward = Backward(self)
+        self.passes = Passes(self)
         # Set while an optimizer's own step() runs: returns state of a dtype, of the shape of a parameter.
         self.in_optimizer: typing.Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None
         self.in_closure = 0  # closures that this step() has called and that have not returned

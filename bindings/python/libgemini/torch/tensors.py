@@ -227,12 +227,14 @@ def run_with(session, use, func, args, kwargs, read=()):
         session.holds.release_use(use, stream)
 
 
-def hook_nodes(session, use, nodes):
+def hook_nodes(session, use, nodes, within=None):
     """Has the backward pass acquire a use when it reaches one of the nodes.
 
     Within a unit, which goes on behind the nodes, what the unit has acquired stays acquired.
+
+    within: what the unit has used; None: that of the running one, if there is one.
     """
-    reached = (use, session.running[-1]) if session.running else (use,)
+    reached = use, within or (session.running[-1] if session.running else None)
     for node in nodes:
         node.register_prehook(
             lambda _, graph=session.brackets.graph: session.backward.operator(*reached)

@@ -192,6 +192,9 @@ class Unit:
         units.append(self)
         for tensor, kind in self.kinds:
             tensor.__class__ = kind._gm_plain  # type: ignore[assignment]
+            record, hooks = tensor._gm_record, tensor._post_accumulate_grad_hooks
+            if record is not None and len(hooks or ()) > 1:  # its own, and others
+                record.show(self, kind)
         self.watched = list(self.counted)
         self.versions = list(map(_version, self.watched))
         self.before = collections()
@@ -288,13 +291,14 @@ class Unit:
         inputs: set[typing.Any] = set()
         if torch.is_grad_enabled():
             grad_nodes((args, kwargs), inputs)
-        running = self.session.running
+        running, first = self.session.running, internals.next_node_number()
         running.append(self.use)
         try:
             out = run_with(self.session, self.use, call, args, kwargs)
         finally:
             running.pop()
         if torch.is_grad_enabled():
+            self.session.passes.note_call(self.use, first)
             nodes: set[typing.Any] = set()
             grad_nodes((out, args, kwargs), nodes)  # arguments may have been changed in place
             hook_nodes(self.session, self.use, nodes - inputs)
