@@ -192,9 +192,10 @@ class Unit:
         units.append(self)
         for tensor, kind in self.kinds:
             tensor.__class__ = kind._gm_plain  # type: ignore[assignment]
-            record, hooks = tensor._gm_record, tensor._post_accumulate_grad_hooks
-            if record is not None and len(hooks or ()) > 1:  # its own, and others
-                record.show(self, kind)
+            if len(tensor._post_accumulate_grad_hooks or ()) > 1:  # its own, and others
+                record = getattr(tensor, "_gm_record", None)  # plain tensors have none
+                if record is not None:
+                    record.show(self, kind)
         self.watched = list(self.counted)
         self.versions = list(map(_version, self.watched))
         self.before = collections()
