@@ -210,6 +210,31 @@ def test_compiled_blocks():
     same_as_resident(change=compiled)
 
 
+def train_layers(layer, memory, change, loss_of):
+    """Trains eight layers. Returns the losses and the parameters.
+
+    layer: makes one. memory: as a share of the model data, and bytes. change: gets the prepared model.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(layer() for _ in range(8)))
+    share, more = memory
+    memory = int(share * model_data_bytes(model)) + more
+    gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", allocator="torch")
+    try:
+        model, optimizer = gm.prepare(model, adamw(model))
+        change(model)
+        losses = [loss.cpu() for loss in train(model, optimizer, STEPS, loss_of)]
+        params = {key: value.cpu() for key, value in values(model).items()}
+        del model, optimizer
+        return losses, params
+    finally:
+        gm.close(force=True)
+
+
+def rows(step):
+    return torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda()
+
+
 def test_what_leaves_a_unit_beside_its_result():
     """A loss that a layer keeps, as one with experts does."""
 
@@ -222,36 +247,21 @@ def test_what_leaves_a_unit_beside_its_result():
             self.left = self.down(torch.tanh(self.up(x))).square().mean()
             return x + self.down(torch.relu(self.up(x)))
 
-    def train_layers(budget, units):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(Layer() for _ in range(8)))
-        memory = int(budget * model_data_bytes(model))
-        gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", allocator="torch")
-        try:
-            model, optimizer = gm.prepare(model, adamw(model))
-            for layer in model if units else ():
-                gm.unit(layer)
-            losses = []
-            for step in range(STEPS):
-                x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda()
-                y = model(x)
-                if step % 2:  # what is left alone has a graph
-                    y = y.detach()
-                loss = y.square().mean() + sum(layer.left for layer in model)
-                for layer in model:
-                    del layer.left
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().cpu())
-            params = {key: value.cpu() for key, value in values(model).items()}
-            del model, optimizer
-            return losses, params
-        finally:
-            gm.close(force=True)
+    def loss_of(model, step):
+        y = model(rows(step))
+        if step % 2:  # what is left alone has a graph
+            y = y.detach()
+        loss = y.square().mean() + sum(layer.left for layer in model)
+        for layer in model:
+            del layer.left
+        return loss
 
-    losses, params = train_layers(0.4, True)
-    plain_losses, plain_params = train_layers(4.0, False)
+    def units(model):
+        for layer in model:
+            gm.unit(layer)
+
+    losses, params = train_layers(Layer, (0.4, 0), units, loss_of)
+    plain_losses, plain_params = train_layers(Layer, (4.0, 0), lambda model: None, loss_of)
     same_bits(losses, plain_losses)
     same_bits(params, plain_params)
 
@@ -267,37 +277,18 @@ def test_graphs_of_blocks():
         def forward(self, x):
             return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
-    def train_blocks(budget, graphs):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*(Block() for _ in range(8)))
-        memory = int(budget * model_data_bytes(model)) + (64 << 20)
-        gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", allocator="torch")
-        try:
-            model, optimizer = gm.prepare(model, adamw(model))
-            for block in model:
-                if graphs:
-                    gm.unit(block)
-                    sample = torch.randn(
-                        64, 512, device="cuda", requires_grad=True
-                    )  # becomes the graph's input: one for each
-                    with gm.resident(block):
-                        torch.cuda.make_graphed_callables(block, (sample,))
-            losses = []
-            for step in range(STEPS):
-                x = torch.randn(64, 512, generator=torch.Generator().manual_seed(step)).cuda()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().cpu())
-            params = {key: value.cpu() for key, value in values(model).items()}
-            del model, optimizer
-            return losses, params
-        finally:
-            gm.close(force=True)
+    def graphs(model):
+        for block in model:
+            gm.unit(block)
+            sample = torch.randn(64, 512, device="cuda", requires_grad=True)  # becomes the graph's input: one for each
+            with gm.resident(block):
+                torch.cuda.make_graphed_callables(block, (sample,))
 
-    losses, params = train_blocks(0.4, True)
-    plain_losses, plain_params = train_blocks(4.0, False)
+    def loss_of(model, step):
+        return model(rows(step)).square().mean()
+
+    losses, params = train_layers(Block, (0.4, 64 << 20), graphs, loss_of)
+    plain_losses, plain_params = train_layers(Block, (4.0, 64 << 20), lambda model: None, loss_of)
     same_bits(losses, plain_losses)
     same_bits(params, plain_params)
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import re
+import threading
 
 import pytest
 import torch
@@ -633,19 +634,22 @@ class BalancedNet(Net):
         return y + left
 
 
+def prepared_units(model):
+    """Prepares a model whose blocks are units. Returns it and its optimizer."""
+    start(model)
+    model, optimizer = gm.prepare(model, sgd(model))
+    for block in model.blocks:
+        gm.unit(block)
+    return model, optimizer
+
+
 @pytest.mark.parametrize("reentrant", [None, True])
 @pytest.mark.parametrize("how", ["beside", "to the next", "alone"])
 def test_what_leaves_a_unit_beside_its_result_has_its_gradients(how, reentrant):
     def train(prepared):
         torch.manual_seed(0)
         model = BalancedNet(how)
-        if prepared:
-            start(model)
-            model, optimizer = gm.prepare(model, sgd(model))
-            for block in model.blocks:
-                gm.unit(block)
-        else:
-            optimizer = sgd(model)
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
         out = []
         for step in range(STEPS):
             ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
@@ -666,6 +670,35 @@ def test_what_leaves_a_unit_beside_its_result_has_its_gradients(how, reentrant):
     assert train(True) == plain
 
 
+def test_units_are_told_apart_when_each_step_has_a_thread_of_its_own():
+    """Threads number their nodes from 0, and a later one may have the number of one that has ended."""
+
+    def train(prepared):
+        torch.manual_seed(0)
+        model, out = Net(), []
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
+        for block in model.blocks if prepared else ():
+            block.down.register_full_backward_hook(lambda *_: leave_where_nobody_holds() and None)
+
+        def step(number):
+            for more in range(number):  # so that the same numbers come to other units
+                torch.ones(1, requires_grad=True) * more
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+
+        for number in (0, 17, 40, 3):
+            thread = threading.Thread(target=step, args=(number,))
+            thread.start()
+            thread.join()
+        return out
+
+    plain = train(False)
+    assert len(plain) == 4 and train(True) == plain
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_a_units_parameters_see_the_sum_of_the_gradients(when):
     def train(prepared):
@@ -682,14 +715,9 @@ def test_hooks_of_a_units_parameters_see_the_sum_of_the_gradients(when):
 
         if not prepared or when == "before":
             hooked()
-        optimizer = sgd(model)
-        if prepared:
-            start(model)
-            model, optimizer = gm.prepare(model, optimizer)
-            for block in model.blocks:
-                gm.unit(block)
-            if when == "after":
-                hooked()
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
+        if prepared and when == "after":
+            hooked()
         for step in range(2):
             for part in range(3):
                 loss_of(model, 10 * step + part).backward()
@@ -715,12 +743,7 @@ def test_gradients_of_a_pass_that_failed_can_be_cleared_and_read():
             if fails:
                 raise Failed
 
-        optimizer = sgd(model)
-        if prepared:
-            start(model)
-            model, optimizer = gm.prepare(model, optimizer)
-            for block in model.blocks:
-                gm.unit(block)
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
         model.blocks[1].up.weight.register_hook(hook)
         for step in range(STEPS):
             fails = step % 2 == 0

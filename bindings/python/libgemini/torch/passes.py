@@ -69,9 +69,11 @@ class Passes:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # Calls of units that have made nodes, by the thread: threads count their nodes by themselves.
-        self.calls: dict[int, list[Call]] = {}
-        self.threads: set[int] = set()  # of these threads, those that the program has made
+        # .calls: calls of units that have made nodes, of each thread: threads count their nodes by themselves. They go
+        # with the thread, whose number another one may get.
+        self.of_thread = threading.local()
+        self.threads = 0  # how many of the program's own have called units
+        self.calls: list[Call] = []  # of the first one of these
         _all.add(self)
 
     def note_call(self, use: Use, first: int) -> None:
@@ -81,14 +83,15 @@ class Passes:
             use: What it has used.
             first: What internals.next_node_number() was before it.
         """
-        end, thread = internals.next_node_number(), threading.get_ident()
+        end = internals.next_node_number()
         if end == first:
             return
-        calls = self.calls.get(thread)
+        calls: list[Call] | None = getattr(self.of_thread, "calls", None)
         if calls is None:
-            calls = self.calls[thread] = []
+            calls = self.of_thread.calls = []
             if not internals.is_of_autograd():
-                self.threads.add(thread)
+                self.threads += 1
+                self.calls = self.calls or calls
         inner: list[Call] = []
         while calls and calls[-1].first >= first:
             inner.insert(0, calls.pop())
@@ -106,11 +109,11 @@ class Passes:
         Args:
             outputs: What autograd begins at: tensors or GradientEdges.
         """
-        thread = threading.get_ident()
-        calls = self.calls.get(thread)
-        if calls is None and not internals.is_of_autograd():
-            calls = next((self.calls[one] for one in self.threads), None)
-        if not calls or len(self.threads) > 1:
+        if self.threads > 1:
+            return
+        others: list[Call] = [] if internals.is_of_autograd() else self.calls
+        calls: list[Call] = getattr(self.of_thread, "calls", others)
+        if not calls:
             return
         nodes = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
         ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes if node is not None]
