@@ -29,7 +29,7 @@ enum { RANKS_MAX = 64, PASSES_MAX = 64, WARM_UP = 4 /* passes until plans have s
 enum { GATHER, SUM, KINDS };
 
 typedef struct {
-  uint64_t ranks, chunk, chunks, frames, passes;
+  uint64_t ranks, chunk, chunks, frames, passes, bucket;
   uint32_t device;
 } options_t;
 typedef struct {
@@ -122,6 +122,7 @@ static bool open_rank(rank_t *k, const gemini_group_id_t *id) {
   group.id = id;
   group.rank = k->rank;
   group.ranks = (uint32_t)o->ranks;
+  group.bucket_bytes = o->bucket;
   k->param = calloc(o->chunks, sizeof *k->param);
   k->grad = calloc(o->chunks, sizeof *k->grad);
   k->done = calloc(o->frames, sizeof *k->done);
@@ -234,7 +235,8 @@ static gemini_status_t ring_sums(rank_t *k, gmi_manager_t *m, gmi_group_t *g, co
     uint8_t *frame = k->ring + i % k->o->frames * k->o->chunk;
     gmi_fence_t ready = 0, *done = &k->done[i % k->o->frames];
     status = gmi_fence_wait(m, g->reduce_stream, *done);
-    if (!status) status = gmi_group_reduce(m, g, frame, s->slice, GEMINI_DTYPE_BF16, "ring", (uint32_t)i);
+    if (!status)
+      status = gmi_group_reduce(m, g, (void *[]){ frame }, 1, s->slice, GEMINI_DTYPE_BF16, "ring", (uint32_t)i);
     if (!status && s->rest)
       status = gmi_group_reduce_rest(m, g, frame + s->slice * 2 * k->o->ranks, s->rest, GEMINI_DTYPE_BF16, "ring",
                                      (uint32_t)i);
@@ -276,6 +278,7 @@ static bool print_row(const rank_t *k, double rates[2][KINDS]) {
   row_u64(&row, "chunk", o->chunk);
   row_u64(&row, "chunks", o->chunks);
   row_u64(&row, "frames", o->frames);
+  row_u64(&row, "bucket_chunks", g.bucket_chunks);
   row_u64(&row, "gathered_bytes", g.gathered_bytes);
   row_u64(&row, "planned_gathered_bytes", g.planned_gathered_bytes);
   row_u64(&row, "slices_fetched_bytes", g.fetched_bytes);
@@ -322,6 +325,7 @@ int main(int argc, char **argv) {
     { "chunks", CLI_U64, &o.chunks, "in a pass", 1, 100000, NULL },
     { "frames", CLI_U64, &o.frames, "of the ring; the library has as many beside what its operators use", 1, 1000,
       NULL },
+    { "bucket", CLI_SIZE, &o.bucket, "of gradients that the library adds together", 0, UINT64_C(1) << 34, NULL },
     { "passes", CLI_U64, &o.passes, "of each kind, by turns; the median counts", 1, PASSES_MAX, NULL },
     { "device", CLI_CHOICE, &o.device, "simulated ones, over shared memory, or GPUs, over NCCL", 0, 0, devices },
     { NULL, 0, NULL, NULL, 0, 0, NULL },

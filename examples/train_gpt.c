@@ -174,7 +174,8 @@ static void train_step(trainer_t *t, uint64_t step) {
   int skipped = every(o->skip_layer_every, step) ? (int)(step / o->skip_layer_every % o->layers) : -1;
   text_batch(&t->text, &t->random, (int)o->batch, context, t->tokens); /* of all ranks */
 
-  memory_iteration_begin(memory);
+  /* memory_iteration_begin() and, below, memory_iteration_end(); with ranks they count bytes, too. */
+  const train_gpt_traffic_t before = train_gpt_ranks_iteration_begin(t);
   for (int i = 0; i < micro_batches; i++) {
     pass(t, context, skipped, i);
     if (micro_batches > 1) memory_gradients_add(memory, i, micro_batches);
@@ -197,7 +198,7 @@ static void train_step(trainer_t *t, uint64_t step) {
   update->adamw = gpt_adamw_factors(&adamw);
   memory_phase(memory, GEMINI_PHASE_UPDATE);
   memory_update(memory, &memory_optimizer, 0, 0, update_span, update);
-  memory_iteration_end(memory);
+  train_gpt_ranks_iteration_end(t, &before);
   memory_synchronize(memory); /* waits for the loss; updates may still be running */
   t->losses[step] = mean_loss(t);
   if (step == 0) t->gathered_in_first = train_gpt_ranks_stats(t).gathered_chunks;

@@ -109,6 +109,56 @@ gemini_group_stats_t train_gpt_ranks_stats(trainer_t *t) {
   return sum;
 }
 
+void train_gpt_ranks_by_plan(trainer_t *t) {
+  uint64_t mine[2] = { t->by_plan.iterations, t->by_plan.difference_bytes }, all[TRAIN_GPT_RANKS_MAX][2] = { 0 };
+  memory_exchange(&t->memory, mine, sizeof mine, all);
+  t->by_plan.difference_bytes = 0;
+  for (uint64_t rank = 0; rank < t->o.ranks; rank++) {
+    if (all[rank][0] < t->by_plan.iterations) t->by_plan.iterations = all[rank][0];
+    t->by_plan.difference_bytes += all[rank][1];
+  }
+}
+
+/* ---- Iterations and their plans ---- */
+
+static gemini_group_stats_t group_stats(memory_t *memory) {
+  gemini_group_stats_t group = GEMINI_GROUP_STATS_INIT;
+  if (memory_error(memory) == NULL) memory_check(memory, gemini_group_stats(memory->manager, memory->group, &group));
+  return group;
+}
+static uint64_t planned_iterations(memory_t *memory) {
+  gemini_stats_t stats = GEMINI_STATS_INIT;
+  if (memory_error(memory) == NULL) memory_check(memory, gemini_stats(memory->manager, &stats));
+  return stats.planned_iterations;
+}
+
+train_gpt_traffic_t train_gpt_ranks_iteration_begin(trainer_t *t) {
+  memory_t *memory = &t->memory;
+  train_gpt_traffic_t before = { 0 };
+  if (memory->group != NULL) before.planned_iterations = planned_iterations(memory);
+  memory_iteration_begin(memory);
+  if (memory->group != NULL) before.group = group_stats(memory); /* with the plan of this iteration */
+  return before;
+}
+
+static uint64_t difference(uint64_t a, uint64_t b) { return a > b ? a - b : b - a; }
+void train_gpt_ranks_iteration_end(trainer_t *t, const train_gpt_traffic_t *before) {
+  memory_t *memory = &t->memory;
+  if (memory->group == NULL) {
+    memory_iteration_end(memory);
+    return;
+  }
+  const gemini_group_stats_t then = before->group, now = group_stats(memory);
+  memory_iteration_end(memory);
+  if (planned_iterations(memory) == before->planned_iterations || memory_error(memory) != NULL) return;
+  t->by_plan.iterations++;
+  t->by_plan.difference_bytes += difference(now.gathered_bytes - then.gathered_bytes, then.planned_gathered_bytes) +
+                                 difference(now.reduced_bytes - then.reduced_bytes, then.planned_reduced_bytes) +
+                                 difference(now.fetched_bytes - then.fetched_bytes, then.planned_fetched_bytes);
+}
+
+/* ---- The model, as all ranks keep it ---- */
+
 /* What a rank sees of the model. */
 typedef struct sight {
   uint64_t masters, parameters; /* hashes */

@@ -210,6 +210,7 @@ bool train_gpt_report(trainer_t *t) {
   gemini_stats_t stats = GEMINI_STATS_INIT;
   uint64_t peaks[GEMINI_TIER_COUNT] = { 0 }, moved[LINKS] = { 0 };
   const gemini_group_stats_t group = train_gpt_ranks_stats(t);
+  if (memory->group != NULL) train_gpt_ranks_by_plan(t);
   const bool prints = t->ranks.rank == 0;
   if (memory->managed) {
     for (uint32_t tier = 0; tier < GEMINI_TIER_COUNT; tier++) peaks[tier] = memory_tier(memory, tier).peak_bytes;
@@ -282,6 +283,8 @@ bool train_gpt_report(trainer_t *t) {
     row_u64(&row, "planned_gathered_bytes", group.planned_gathered_bytes);
     row_u64(&row, "planned_reduced_bytes", group.planned_reduced_bytes);
     row_u64(&row, "planned_slices_fetched_bytes", group.planned_fetched_bytes);
+    row_u64(&row, "iterations_by_plan", t->by_plan.iterations);
+    row_u64(&row, "plan_difference_bytes", t->by_plan.difference_bytes);
     row_u64(&row, "slices_fetched_bytes", group.fetched_bytes);
     row_u64(&row, "slices_stored_bytes", group.stored_bytes);
   }

@@ -64,6 +64,10 @@ typedef struct trainer {
   bool forked;
   FILE *whole;                /* to which all ranks write their masters, at the end */
   uint64_t gathered_in_first; /* chunks that all ranks gathered in the first step */
+  struct {
+    uint64_t iterations;       /* of this rank that followed a plan */
+    uint64_t difference_bytes; /* between what these moved over the group and what their plans say, added */
+  } by_plan;
 } trainer_t;
 
 /* Fills t->o. Returns -1 when the program should go on, else the status to exit with. */

@@ -300,9 +300,11 @@ typedef struct gemini_config {
                                    chunk_bytes; 1 to 200 bytes without '/', and no end like .1-2.3 (numbers): such
                                    names are gemini_group_checkpoint()'s; borrowed. NULL: the files vanish with the
                                    process */
-  uint64_t watchdog_ns; /* a call that waits for longer (for queued work, transfers, workers, the system or another
-                           call) is logged as a warning that says for what; again at twice that time, and so on.
-                           Needs log_fn; 0: no watchdog */
+  uint64_t watchdog_ns; /* a call that waits for longer (for queued work, transfers, workers, the system, another rank
+                           or another call) is logged as a warning that says for how long and for what; again at twice
+                           that time, and so on. With the first report of a wait, the text of gemini_manager_dump() is
+                           logged, one message a line. A thread of the library's does it, which never waits for the
+                           manager. Needs log_fn; 0: no watchdog */
 } gemini_config_t;
 #define GEMINI_CONFIG_INIT \
   { sizeof(gemini_config_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, NULL, NULL, NULL, 0, 0, NULL, 0 }
@@ -974,8 +976,9 @@ GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_upda
 GEMINI_API gemini_status_t gemini_update_drop(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 /** Blocks until all updates submitted so far are done. If one cannot continue, the rest of it stays pending; the
  *  message says how much that is, and gemini_stats_t.pending_updates counts it.
- *  @retval GEMINI_ERR_DEVICE  device work before an update failed, so that the update did not run. This failure stays,
- *           and gemini_manager_close() returns it, too: the bytes of the model are not what they should be
+ *  @retval GEMINI_ERR_DEVICE  device work before an update failed, so that the update did not run; GEMINI_ERR_PEER, in
+ *           the words of the group, if one has failed. This failure stays, and gemini_manager_close() returns it, too:
+ *           the bytes of the model are not what they should be
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_FORMAT  an update's chunks could not be read from their file, or are damaged there
  *  @retval GEMINI_ERR_OOM_HOST, GEMINI_ERR_OOM_FILE  there is no room for an update's chunks
  *  @retval other  what a gemini_update_try_fn has returned; the message names the elements
@@ -1119,9 +1122,12 @@ GEMINI_API gemini_status_t gemini_stats_text(gemini_manager_t mgr, uint64_t size
 GEMINI_API gemini_status_t gemini_stats_reset(gemini_manager_t mgr) GEMINI_MUST_CHECK;
 
 /** Writes the manager's state in words, for people: what is used in each tier, which chunks are where, which operator
- *  is open, what is acquired and how often, and which threads wait inside the library, for what and since when. The
- *  call never waits for another one: what another call is changing at this moment is left out, and the text says so.
- *  The text always ends with a NUL.
+ *  is open, what is acquired and how often, and which threads wait inside the library, for what and since when. For
+ *  each group: which rank this is; how many gathers and sums were queued, which of them have not ended, and what the
+ *  first of these is for; for each of its arenas how many chunks are gathered and have not arrived, how many chunks of
+ *  gradients were added in this round, and in which tiers this rank's slices are. The call never waits for another one:
+ *  if another thread holds the manager and is in no wait, all but figures, streams, ranks and waits is left out, and
+ *  the text says so. The text always ends with a NUL.
  *  @param size_bytes  room in text_out, with the NUL; 0 to ask for the length
  *  @param text_out  receives the text; may be NULL with size_bytes 0
  *  @param length_out  bytes that the text has without the NUL, a different number next time; may be NULL

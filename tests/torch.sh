@@ -26,7 +26,14 @@ if ! cat tests/requirements.txt "tests/torch/$name.txt" | cmp -s - "$venv/requir
   if ! timeout 900 "$uv" pip install --quiet --python "$venv/bin/python" -r tests/requirements.txt \
     -r "tests/torch/$name.txt" --override "tests/torch/$name.txt"; then
     rm -rf "$venv"
-    # As in tests/setup.sh: without a network there is nothing to test with.
+    # As in tests/setup.sh: without a network there is nothing to test with. Any other reason is a failure: a disk that
+    # is full must not pass for a test that passed.
+    if "$uv" pip install --quiet --refresh --dry-run --no-deps --python build/venv/bin/python \
+      "$(grep '^torch==' "tests/torch/$name.txt")"; then
+      echo "torch.sh: could not install tests/torch/$name.txt though PyPI can be reached; $(df -h --output=avail . |
+        tail -n 1 | tr -d ' ') of disk are free, 6 GB are needed" >&2
+      exit 1
+    fi
     echo "torch.sh: no $(grep '^torch==' "tests/torch/$name.txt") to be had from PyPI: the lane torch-$name is skipped" >&2
     exit 0
   fi

@@ -1,4 +1,4 @@
-"""What the tables of bench/training_gpu.sh and bench/inference_gpu.sh have in common.
+"""What the tables of bench/training_gpu.sh, bench/ranks_gpu.sh and bench/inference_gpu.sh have in common.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -43,7 +43,6 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import argparse
-import concurrent.futures
 import itertools
 import json
 import os
@@ -53,6 +52,8 @@ import subprocess
 import sys
 import time
 import zlib
+
+import weights
 
 SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, experts (two for each token)
     "tiny": (64, 160, 3, 4, 4, 0),
@@ -69,7 +70,6 @@ SYSTEMS = "gemini", "accelerate", "gpu"
 POLICIES = "lru", "frequent", "least-stale", "all"  # which expert leaves first; all: each pass reads all experts
 TORCH_BYTES = 1 << 30  # of a GPU, for torch's own tensors, where --device-mem is a share of the experts
 CACHES = "dynamic", "static", "gemini", "offloaded"
-TILE = 1 << 22  # random numbers that the weights repeat: to draw billions takes minutes
 
 arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 arguments.add_argument("--size", default="7b", help="of " + ", ".join(SIZES))
@@ -128,21 +128,6 @@ def meta_model(torch, transformers):
     return model
 
 
-def weights_tile(torch):
-    """Random numbers that all weights repeat."""
-    return torch.empty(TILE).normal_(0, 0.02, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def fill(tile, number, param):
-    """Gives the parameter of this number, in the order of the model, its values."""
-    if param.dim() == 1:
-        param.fill_(1)
-        return
-    flat, rolled = param.view(-1), tile.roll(number * 7919)
-    for first in range(0, flat.numel(), TILE):
-        flat[first : first + TILE].copy_(rolled[: flat.numel() - first])
-
-
 def make(torch, transformers):
     """The model, on the CPU."""
     model = meta_model(torch, transformers)
@@ -150,62 +135,23 @@ def make(torch, transformers):
         model.set_experts_implementation("eager")  # one expert after another, so that only those chosen are read
     model.to_empty(device="cpu").requires_grad_(False).eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # has a buffer that is computed
-    tile = weights_tile(torch)
+    tile = weights.make_tile(torch)
     for number, param in enumerate(model.parameters()):
-        fill(tile, number, param)
+        weights.fill(tile, number, param)
     return model
 
 
 def write_folder(folder):
-    """Writes the weights and the config, in the memory of one block; says so at the end by the index."""
-    import safetensors.torch
+    """Writes the weights and the config."""
     import torch
     import transformers
 
+    model = meta_model(torch, transformers)
     folder.mkdir(parents=True, exist_ok=True)
-    model, tile, files = meta_model(torch, transformers), weights_tile(torch), {}
-    for number, (name, param) in enumerate(model.named_parameters()):
-        parts = name.split(".")
-        block = parts[2] if parts[1] == "layers" else "rest"
-        files.setdefault(f"model-{block}.safetensors", []).append((number, name, param.shape))
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder)
-    for file, params in files.items():
-        tensors = {}
-        for number, name, shape in params:
-            tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
-            fill(tile, number, tensors[name])
-        safetensors.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, params in files.items() for _, name, _ in params}}
-    written = folder / "model.safetensors.index.json.new"
-    written.write_text(json.dumps(index))
-    written.rename(folder / "model.safetensors.index.json")
-
-
-def drop_cached(folder):
-    """Has the system forget what it holds of the folder's files, which are on the disk."""
-    for file in folder.iterdir():
-        with open(file, "rb") as one:
-            os.fdatasync(one.fileno())
-            os.posix_fadvise(one.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_folder(folder):
-    """Seconds in which eight threads read all files, and the bytes."""
-    piece = 1 << 24
-
-    def read(job):
-        file, offset = job
-        with open(file, "rb", buffering=0) as one:
-            return len(os.pread(one.fileno(), piece, offset))
-
-    drop_cached(folder)
-    jobs = [(file, at) for file in sorted(folder.iterdir()) for at in range(0, file.stat().st_size, piece)]
-    begin = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        count = sum(threads.map(read, jobs))
-    return time.perf_counter() - begin, count
+    weights.write(torch, folder, model.named_parameters())
 
 
 def link_rate(torch, device):
@@ -253,8 +199,8 @@ def main():
     if cuda:
         torch.cuda.empty_cache()
     if folder:
-        reading, in_files = read_folder(folder)
-        drop_cached(folder)
+        reading, in_files = weights.read(folder)
+        weights.drop_cached(folder)
     begin = time.perf_counter()
     if not folder:
         model = make(torch, transformers)
@@ -448,7 +394,7 @@ if __name__ == "__main__":
     if options.folder and SIZES[options.size][-1]:
         print("generate_torch: --folder: mixtures of experts are not read from there", file=sys.stderr)
         sys.exit(2)
-    if options.folder and not pathlib.Path(options.folder, "model.safetensors.index.json").exists():
+    if options.folder and not weights.is_written(pathlib.Path(options.folder)):
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", "--system", "write"], check=True)
     failed, rows = False, {}
     limits = options.device_mem.split(",")

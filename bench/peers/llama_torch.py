@@ -34,22 +34,33 @@ import datetime
 import faulthandler
 import json
 import os
-import resource
+import pathlib
 import signal
 import statistics
 import subprocess
 import sys
 import time
 
-SIZES = {  # width, width of the MLP, blocks, heads
-    "tiny": (64, 160, 3, 4),
-    "125m": (768, 2048, 12, 12),
-    "0.5b": (1024, 2752, 40, 8),
-    "1.3b": (2048, 5504, 24, 16),
-    "1.5b": (2048, 5504, 27, 16),
-    "3b": (3200, 8640, 26, 32),
-    "7b": (4096, 11008, 32, 32),
-    "13b": (5120, 13824, 40, 40),
+import weights
+
+SIZES = {  # width, width of the MLP, blocks, heads, heads for keys and values
+    "tiny": (64, 160, 3, 4, 4),
+    "grouped": (64, 160, 3, 4, 2),
+    "125m": (768, 2048, 12, 12, 12),
+    "0.5b": (1024, 2752, 40, 8, 8),
+    "1.3b": (2048, 5504, 24, 16, 16),
+    "1.5b": (2048, 5504, 27, 16, 16),
+    "3b": (3200, 8640, 26, 32, 32),
+    "7b": (4096, 11008, 32, 32, 32),
+    "13b": (5120, 13824, 40, 40, 40),
+    "30b": (6656, 17920, 60, 52, 52),
+    "70b": (8192, 28672, 80, 64, 8),
+    # A thousandth of the parameters in as many blocks: with a thousandth of each budget, and of the activations by
+    # texts of 32 tokens in the place of 1024, what fits and what moves is as with the large one.
+    "7b-small": (128, 344, 32, 4, 4),
+    "13b-small": (160, 432, 40, 5, 5),
+    "30b-small": (208, 560, 60, 4, 4),
+    "70b-small": (256, 896, 80, 8, 1),
 }
 
 STEPS = {
@@ -82,6 +93,15 @@ arguments.add_argument("--placement", default="auto")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
 arguments.add_argument("--chunk-size", default="0", help="bytes of a chunk; 0: searched")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
+arguments.add_argument(
+    "--tile",
+    action="store_true",
+    help="weights repeat 16 million random numbers: as many as parameters take minutes for large sizes",
+)
+arguments.add_argument(
+    "--folder", default=None, help="of gemini: its weights are read from there, and written there first if need be"
+)
+arguments.add_argument("--bucket-size", default="0", help="of gemini: as of gm.init()")
 arguments.add_argument("--timeline", default=None, help="of gemini (rank 0), the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
 arguments.add_argument("--hf", action="store_true", help="the module of transformers in the place of the one below")
@@ -117,8 +137,26 @@ options = arguments.parse_args()
 
 def count(size):
     """Parameters of a size."""
-    width, inner, blocks, _ = SIZES[size]
-    return (4 * width * width + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
+    width, inner, blocks, heads, pairs = SIZES[size]
+    attention = 2 * width * width + 2 * width * (width // heads * pairs)
+    return (attention + 3 * width * inner + 2 * width) * blocks + 2 * options.vocabulary * width + width
+
+
+def host_peak():
+    """The most bytes that were resident of this process. getrusage() counts the one that started it, too."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+
+
+def write_weights(folder):
+    """Writes the model's weights into a folder unless they are there."""
+    if weights.is_written(folder):
+        return
+    import torch
+
+    with torch.device("meta"):
+        model = build(torch, torch.bfloat16)
+    weights.write(torch, folder, model.named_parameters())
 
 
 def variant(states, masters):
@@ -145,14 +183,14 @@ def build_hf(torch, dtype):
     """The same shapes by transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, inner, blocks, heads = SIZES[options.size]
+    width, inner, blocks, heads, pairs = SIZES[options.size]
     config = LlamaConfig(
         vocab_size=options.vocabulary,
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=blocks,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=pairs,
         max_position_embeddings=max(2048, options.seq),
         tie_word_embeddings=False,
         attn_implementation="sdpa",
@@ -181,7 +219,8 @@ def build(torch, dtype):
     from torch.nn import functional as F
     from torch.utils.checkpoint import checkpoint
 
-    width, inner, blocks, heads = SIZES[options.size]
+    width, inner, blocks, heads, pairs = SIZES[options.size]
+    tile = torch.empty(1 << 24, dtype=dtype).uniform_(-0.035, 0.035) if options.tile else None
 
     class Norm(nn.Module):
         def __init__(self):
@@ -192,7 +231,13 @@ def build(torch, dtype):
             return F.rms_norm(x, (width,), self.weight, 1e-6)
 
     def linear(n, k):
-        layer = nn.Linear(n, k, bias=False, dtype=dtype)
+        if tile is None:
+            return nn.Linear(n, k, bias=False, dtype=dtype)
+        weight = torch.empty(n * k, dtype=dtype)
+        for part in weight.split(tile.numel()):
+            part.copy_(tile[: part.numel()])
+        layer = nn.Linear(n, k, bias=False, dtype=dtype, device="meta")
+        layer.weight = nn.Parameter(weight.view(k, n))
         return layer
 
     def rotate(x, cos, sin):
@@ -203,13 +248,17 @@ def build(torch, dtype):
         def __init__(self):
             super().__init__()
             self.norm_1, self.norm_2 = Norm(), Norm()
-            self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
+            self.q, self.o = linear(width, width), linear(width, width)
+            self.k, self.v = (linear(width, width // heads * pairs) for _ in range(2))
             self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
 
         def forward(self, x, cos, sin):
             y = self.norm_1(x)
-            q, k, v = (layer(y).unflatten(-1, (heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-            y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+            q, k, v = (
+                layer(y).unflatten(-1, (-1, width // heads)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            )
+            grouped = {"enable_gqa": True} if pairs < heads else {}
+            y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, **grouped)
             x = x + self.o(y.transpose(1, 2).flatten(2))
             y = self.norm_2(x)
             return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -375,10 +424,15 @@ def main():
             deadline=options.deadline,
             speculate=not options.no_speculation,
             units=options.units,
+            bucket_size=options.bucket_size,
         )
+        host_before = host_peak()
         with init:
-            model = build(torch, torch.bfloat16)
-        made = time.perf_counter()
+            with torch.device("meta") if options.folder else contextlib.nullcontext():
+                model = build(torch, torch.bfloat16)
+            if options.folder:
+                gm.load_weights(model, options.folder, verify=False)
+        made, host_made = time.perf_counter(), host_peak()
         model, optimizer = gm.prepare(
             model,
             torch.optim.AdamW(model.parameters(), lr=options.lr),
@@ -468,7 +522,7 @@ def main():
         "seconds": [round(s, 4) for s in seconds],
         "losses": losses,
         "ready_seconds": round(ready, 1),
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_peak_bytes": host_peak(),
     }
     if gm:
         if options.timeline and not RANK:
@@ -499,6 +553,11 @@ def main():
             committed_elements=stats["committed_elements"],
             dropped_elements=stats["dropped_elements"],
         )
+        # Of all processes together: resident before the session, at most until the model was made, and in all.
+        mine = [value.to_bytes(8, "little") for value in (host_before, host_made, row["host_peak_bytes"])]
+        theirs = ranks.exchange(b"".join(mine)) if ranks else [b"".join(mine)]
+        for i, name in enumerate(("host_before_bytes", "host_made_bytes", "host_all_peak_bytes")):
+            row[name] = sum(int.from_bytes(one[8 * i : 8 * i + 8], "little") for one in theirs)
         if ranks:  # bytes of this rank in a timed step
             group = gm.session().manager.group_stats(ranks.group)
             for name in ("gathered_bytes", "reduced_bytes", "fetched_bytes", "stored_bytes"):
@@ -535,6 +594,13 @@ if __name__ == "__main__":
                 faulthandler.dump_traceback_later(options.limit, exit=True)
         measure() if options.system == "rates" else main()
         sys.exit(0)
+    if options.folder and options.size not in SIZES:
+        print(f"llama_torch: --folder holds one model: want one size, not {options.size}", file=sys.stderr)
+        sys.exit(2)
+    if options.folder and RANK == 0:
+        write_weights(pathlib.Path(options.folder))
+    while options.folder and not weights.is_written(pathlib.Path(options.folder)):
+        time.sleep(0.1)
     failed, number = False, 0
     for size in options.size.split(","):
         rows = {}

@@ -46,12 +46,13 @@
  *   first_element counts in the whole arena.
  * - With GEMINI_UPDATE_PART it takes a part of them, for gradients without reuse: while the backward pass computes
  *   others. A part is whole chunks, of which gemini_stats() tells the bytes: first_element is a multiple of a chunk's
- *   elements; the first part ends at the arena's end, and each other one where the part before began. The part that
- *   begins at element 0 is the last one. A part adds the gradients of its chunks that have not been added, of the round
- *   that a READY_FOR_REDUCE has begun (GEMINI_ERR_STATE: none has, or the part was written again behind it). Ranks may
- *   cut the arena into other parts, and update them at other points of their programs. So, after a part and until the
- *   last one, what it has taken is not gathered, nor are gradients written there; and they are neither zeroed nor part
- *   of a checkpoint, the arenas do not grow, and no update without this flag comes (GEMINI_ERR_STATE).
+ *   elements, with buckets (gemini_group_config_t.bucket_bytes) of a bucket's; the first part ends at the arena's end,
+ *   and each other one where the part before began. The part that begins at element 0 is the last one. A part adds the
+ *   gradients of its chunks that have not been added, of the round that a READY_FOR_REDUCE has begun (GEMINI_ERR_STATE:
+ *   none has, or the part was written again behind it). Ranks may cut the arena into other parts, and update them at
+ *   other points of their programs. So, after a part and until the last one, what it has taken is not gathered, nor are
+ *   gradients written there; and they are neither zeroed nor part of a checkpoint, the arenas do not grow, and no
+ *   update without this flag comes (GEMINI_ERR_STATE).
  * - gemini_load() and gemini_store() transfer this rank's slices, from and to their places in the file: all ranks name
  *   the same file. gemini_zero() zeroes this rank's slices. gemini_norm() is that of all ranks, the same on all.
  * - Slices cannot be changed in these ways, or by an acquire on the host, while an operator is open or while parameters
@@ -197,8 +198,10 @@ typedef struct gemini_comm {
 #define GEMINI_COMM_INIT { sizeof(gemini_comm_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 enum {
-  GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in the order of ranks, with the same bits in each run and on any
-                               * number of machines; slower. Over shared memory that is always so */
+  GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in float and in the order of ranks, and rounds once (fp32 sums), with
+                               * the same bits in each run and on any number of machines; slower. Over shared memory
+                               * that is always so. Without, NCCL adds as fast as it goes: in the type of the
+                               * gradients (bf16 sums of bf16), in an order of its own */
 };
 enum {
   GEMINI_GROUP_COMMS = 3,       /* communicators of a group: gathers, sums, exchanges, in this order */
@@ -227,8 +230,14 @@ typedef struct gemini_group_config {
   const gemini_comm_t *const *comms;
   uint32_t shard_ranks; /* ranks of a replica; divides ranks, the same on all ranks; 0: there is one replica, of all */
   uint32_t reserved;    /* 0 */
+  /* Gradients of neighbouring chunks are added together, so many bytes of them: 2 to 16 chunks, a bucket, in one call
+   * over NCCL, which takes the calling thread and the GPU less time. A bucket is added when all of its tensors are
+   * READY_FOR_REDUCE, and stays on the device until then. Less than two chunks, or 0: each chunk alone. No bit of a sum
+   * depends on it over shared memory or in the order of ranks. The same on all ranks: they notice a difference at the
+   * end of an iteration, over NCCL perhaps only at the deadline. gemini_group_stats() says how many chunks it is. */
+  uint64_t bucket_bytes;
 } gemini_group_config_t;
-#define GEMINI_GROUP_CONFIG_INIT { sizeof(gemini_group_config_t), 0, 0, 0, NULL, 0, NULL, NULL, 0, 0 }
+#define GEMINI_GROUP_CONFIG_INIT { sizeof(gemini_group_config_t), 0, 0, 0, NULL, 0, NULL, NULL, 0, 0, 0 }
 
 /** Joins a group. Blocks until all ranks have; with nccl_comms it does not wait for others. With comms it calls the
  *  exchange() of the third table once, with 8 bytes.
@@ -281,8 +290,10 @@ typedef struct gemini_group_stats_s {
    * before it, and that in which they waited behind a sum of gradients, such as for the frame that it gives back. What
    * a sum delays otherwise, such as an update, is not in it. */
   uint64_t gather_wait_ns, sum_wait_ns;
+  uint32_t bucket_chunks; /* chunks whose gradients are added together, at least 1; 0: their size is not chosen yet */
+  uint32_t reserved;
 } gemini_group_stats_t;
-#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+#define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
 /** Copies a group's statistics.
  *  @param stats_out  allocated by the caller, struct_size set; borrowed until return
  *  Since: 0.1 */

@@ -1,9 +1,10 @@
-/* Writes the manager's state as text for people, in particular during a hang: gemini_manager_dump().
+/* Writes the manager's state as text for people, in particular during a hang: gemini_manager_dump(), and the watchdog.
  * SPDX-License-Identifier: Apache-2.0
  *
- * The dump must not wait for the manager's lock. Statistics and streams are read from atomic words. Records of chunks
- * are read if the lock is free, or while its holder itself waits, when the records are consistent (gmi_reading_begin()
- * of core/watch.h); otherwise the dump names the function and the thread that is changing them. */
+ * The dump must not wait for the manager's lock. Statistics, streams and which rank this is are read from atomic words.
+ * Records of chunks and groups are read if the lock is free, or while its holder itself waits, when the records are
+ * consistent (gmi_reading_begin() of core/watch.h); otherwise the dump names the function and the thread that holds the
+ * lock. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -12,7 +13,10 @@
 #include "api/text.h"
 #include "base/names.h"
 #include "chunk/arena.h"
+#include "chunk/group.h"
+#include "chunk/shard.h"
 #include "core/manager.h"
+#include "core/streams.h"
 
 enum { SHOWN = 20 }; /* acquired tensors listed at most */
 
@@ -103,23 +107,114 @@ static void write_records(gmi_manager_t *m, FILE *file) {
   write_acquired(m, file);
 }
 
-static void dump(gmi_manager_t *m, FILE *file, void *user) {
-  (void)user;
+/* ---- groups */
+/* For each group, who this process is in it. No lock. */
+static void write_ranks(gmi_manager_t *m, FILE *file) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    const uint64_t who = atomic_load(&m->groups.who[i]);
+    const uint32_t rank = who & 0xFFFF, ranks = who >> 16 & 0xFFFF, shard = who >> 32 & 0xFFFF;
+    if (who)
+      fprintf(file, "group %u: rank %u of %u, in %u replica%s of %u ranks\n", i, rank, ranks, ranks / shard,
+              ranks == shard ? "" : "s", shard);
+  }
+}
+
+static void write_queued(gmi_manager_t *m, FILE *file, uint32_t group, const char *what, const gmi_queued_t *q) {
+  const uint64_t begin = q->calls < GMI_QUEUED ? 0 : q->calls - GMI_QUEUED;
+  uint64_t first = q->calls, chunks = 0; /* they end in the order of the calls */
+  while (first > begin && !gmi_fence_reached(m, q->at[(first - 1) % GMI_QUEUED].end))
+    chunks += q->at[--first % GMI_QUEUED].chunks;
+  fprintf(file, "group %u: %s of %" PRIu64 " chunks queued so far", group, what, q->chunks);
+  if (first == q->calls) fputs(", all have ended\n", file);
+  else {
+    fprintf(file, "; %s%" PRIu64 " calls, of %" PRIu64 " chunks, have not ended, the first for ",
+            first == begin && begin ? "at least " : "", q->calls - first, chunks);
+    gmi_name_print(file, q->at[first % GMI_QUEUED].label);
+    fputc('\n', file);
+  }
+}
+
+static void write_slices(gmi_manager_t *m, FILE *file, const gmi_arena_t *a) {
+  const gmi_arena_t *slices = gmi_arena_slices(m, a);
+  uint64_t device = 0, host = 0, files = 0, count = 0;
+  if (slices->store != slices->index) {
+    fputs("; this rank's slices lie in those of arena ", file);
+    gmi_name_print(file, gmi_arena_at(m, slices->store)->name);
+    return;
+  }
+  for (; slices->chunks && count < atomic_load(&slices->chunk_count); count++) {
+    const gmi_chunk_t *c = &slices->chunks[count];
+    device += gmi_chunk_is_resident(c);
+    host += gmi_chunk_has(c, GMI_VALID_HOST) != 0;
+    files += gmi_chunk_has(c, GMI_VALID_FILE) != 0;
+  }
+  fprintf(file,
+          "; this rank's slices are %" PRIu64 " chunks, %" PRIu64 " on the device, %" PRIu64 " on the host, %" PRIu64
+          " in files",
+          count, device, host, files);
+}
+
+static void write_sharded(gmi_manager_t *m, FILE *file, gmi_arena_t *a) {
+  uint64_t gathered = 0, coming = 0, acquired = 0;
+  const uint32_t count = a->chunks ? atomic_load(&a->chunk_count) : 0;
+  for (uint32_t k = 0; k < count; k++) {
+    const gmi_chunk_t *c = &a->chunks[k];
+    if (!gmi_chunk_is_resident(c)) continue;
+    gathered++;
+    coming += !gmi_fence_reached(m, gmi_chunk_arrive(c));
+    acquired += gmi_chunk_device_users(c) != 0;
+  }
+  fprintf(file, "group %u: arena ", a->shard.group);
+  gmi_name_print(file, a->name);
+  if (gmi_arena_is_gradients(a))
+    fprintf(file, ": of %u chunks of gradients %u added %s%s, %" PRIu64 " on the device, %" PRIu64 " acquired", count,
+            a->shard.reduced, gmi_arena_has_sums(a) ? "in this round" : "since the last update",
+            a->shard.due ? ", which every rank adds" : "", gathered, acquired);
+  else if (!gmi_arena_is_sliced_only(a))
+    fprintf(file, ": of %u chunks %" PRIu64 " gathered, of these %" PRIu64 " have not arrived, %" PRIu64 " acquired",
+            count, gathered, coming, acquired);
+  else fputs(": in slices only", file);
+  write_slices(m, file, a);
+  fputc('\n', file);
+}
+
+static void write_groups(gmi_manager_t *m, FILE *file) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    const gmi_group_t *g = gmi_group_at(m, i);
+    if (!g) continue;
+    write_queued(m, file, i, "gathers", &g->gathers_queued);
+    if (g->held.count)
+      fprintf(file, "group %u: gathers of %u chunks are held back, to be queued together\n", i, g->held.count);
+    write_queued(m, file, i, "sums", &g->sums_queued);
+    for (uint32_t k = 0; k < GMI_ARENAS; k++) {
+      gmi_arena_t *a = gmi_arena_at(m, k);
+      if (a && gmi_arena_is_sharded(a) && a->shard.group == i) write_sharded(m, file, a);
+    }
+  }
+}
+
+void gmi_dump_write(gmi_manager_t *m, FILE *file) {
   fprintf(file, "manager %#llx on device %s\n", (unsigned long long)m->identity.id, m->device.ops->name);
   gemini_stats_t stats;
   gmi_stats_read(m, &stats);
   write_figures(m, file, &stats);
   write_streams(m, file);
+  write_ranks(m, file);
   gmi_reading_t reading = gmi_reading_begin(m);
   if (reading == GMI_READING_NOT) {
-    fputs("chunks: cannot be read now, as ", file);
+    fputs("chunks, acquired tensors and groups: cannot be told now, as ", file);
     gmi_watch_write_holder(m, file);
-    fputs(" is changing them\n", file);
+    fputs(" holds the manager's lock\n", file);
   } else {
     write_records(m, file);
+    write_groups(m, file);
   }
   gmi_watch_write_waits(m, reading, file);
   gmi_reading_end(m, reading);
+}
+static void dump(gmi_manager_t *m, FILE *file, void *user) {
+  (void)user;
+  gmi_dump_write(m, file);
 }
 
 gemini_status_t gmi_text_out(gmi_manager_t *m, void (*write)(gmi_manager_t *m, FILE *file, void *user), void *user,

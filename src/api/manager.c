@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "api/manager.h"
+#include "api/text.h"
 #include "base/abi.h"
 #include "base/log.h"
 #include "base/nvtx.h"
@@ -106,6 +107,7 @@ static gemini_status_t config_check(gemini_config_t *c, bool plans_only) {
  * files, workers) end first, then all streams are drained, and only then the memory that queued work may access is
  * freed, the device last. */
 void gmi_manager_free(gmi_manager_t *m) {
+  gmi_watchdog_blind(m); /* it goes on to report waits for what is still to end */
   gmi_faults_close(m);
   gmi_updates_close(m);
   if (m->update.workers) gmi_workers_drain(m, "gemini_manager_close");
@@ -229,9 +231,11 @@ gemini_status_t gmi_manager_make(const gemini_config_t *theirs, bool plans_only,
   if (!status) status = gmi_host_open(m);
   if (!status && !plans_only) status = gmi_files_open(m);
   if (!status) status = gmi_tracer_open(m);
-  if (!status) status = gmi_workers_open(m, config.update_threads);
+  cpu_set_t near;
+  const bool is_near = !status && gmi_host_cores(m, &near);
+  if (!status) status = gmi_workers_open(m, config.update_threads, is_near ? &near : NULL);
   if (!status) status = gmi_updates_open(m);
-  if (!status) status = gmi_watchdog_start(m);
+  if (!status) status = gmi_watchdog_start(m, gmi_dump_write);
   if (!status) status = gmi_faults_open(m);
   gmi_unlock(m);
   if (status) {

@@ -348,7 +348,7 @@ gemini_status_t gmi_acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, ui
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
       status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i);
-  status = gmi_gather_batch_end(m, status, !atomic_load(&m->bracket.op_serial)); /* see gmi_gathered_acquire() */
+  status = gmi_gather_batch_end(m, status, !atomic_load(&m->bracket.op_serial)); /* see before_gathers() */
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
   if (!status) m->trace.observer->pause_ends(m, stream, &pause);
   if (!status) status = wait_chunks(m, accesses, p, count, stream);

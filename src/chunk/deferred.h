@@ -79,6 +79,8 @@ typedef struct gmi_deferred {
 /* ---- update.c */
 /* The piece that begins at an element, up to end at most; lists each chunk once, with its joint mode. */
 void gmi_piece_at(const gmi_walk_t *k, uint64_t begin, uint64_t end, gmi_piece_t *p);
+/* Of sharded arenas: may the update take these elements? (chunk/sums.c) */
+gemini_status_t gmi_part_check(const gmi_walk_t *k);
 /* The chunks of arenas[i] in a piece. */
 void gmi_piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint32_t *first_out, uint32_t *count_out);
 bool gmi_piece_has_gaps(const gmi_walk_t *k, const gmi_piece_t *p); /* gradients in it were not written */

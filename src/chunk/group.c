@@ -24,6 +24,7 @@
 #include "base/thread.h"
 #include "chunk/group_check.h"
 #include "chunk/residency.h"
+#include "chunk/shard.h"
 #include "core/streams.h"
 #include "gemini/group.h"
 
@@ -90,9 +91,7 @@ gemini_status_t gmi_group_breaks_off(const gmi_group_t *g, gemini_status_t statu
   gmi_group_give_up(g, why.message);
   return gmi_fail_again(&why);
 }
-/* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
- * rank has left: they end with the same words. Returns the failure. Threads: any. */
-static gemini_status_t spread_failure(const gmi_group_t *g) {
+gemini_status_t gmi_group_spread_failure(const gmi_group_t *g) {
   gmi_failure_t first;
   gmi_fail_keep(gmi_group_failure(g), &first);
   if (first.status) gmi_group_give_up(g, first.message);
@@ -102,7 +101,7 @@ gemini_status_t gmi_groups_failure(gmi_manager_t *m) {
   gemini_status_t status = GEMINI_OK;
   if (!m->groups.gather_streams) return GEMINI_OK; /* no group is open */
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
-    if (m->groups.at[i]) status = spread_failure(m->groups.at[i]);
+    if (m->groups.at[i]) status = gmi_group_spread_failure(m->groups.at[i]);
   return status;
 }
 
@@ -111,7 +110,7 @@ gemini_status_t gmi_groups_known(gmi_manager_t *m) {
     const gmi_group_t *g = m->groups.at[i];
     const gmi_comm_t *const comms[] = { g ? &g->gather : NULL, g ? &g->reduce : NULL, g ? &g->exchange : NULL };
     for (int k = 0; g && k < 3; k++)
-      if (comms[k]->ops && comms[k]->ops->known(comms[k]->self)) return spread_failure(g);
+      if (comms[k]->ops && comms[k]->ops->known(comms[k]->self)) return gmi_group_spread_failure(g);
   }
   return GEMINI_OK;
 }
@@ -127,11 +126,11 @@ static void *watch_main(void *user) {
     const struct timespec until = { (time_t)(until_ns / 1000000000), (long)(until_ns % 1000000000) };
     if (!pthread_cond_timedwait(&g->watch.ended, &g->watch.lock, &until)) continue;
     pthread_mutex_unlock(&g->watch.lock);
-    failed = failed || spread_failure(g);
+    failed = failed || gmi_group_spread_failure(g);
     pthread_mutex_lock(&g->watch.lock);
   }
   pthread_mutex_unlock(&g->watch.lock);
-  if (!failed) (void)spread_failure(g);
+  if (!failed) (void)gmi_group_spread_failure(g);
   return NULL;
 }
 
@@ -401,8 +400,9 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
   if (!g) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a group's record");
   g->rank = c.rank;
   g->ranks = c.ranks;
+  g->bucket_bytes = c.bucket_bytes;
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, "gemini_group_open", GMI_WAIT_RANKS, c.rank);
+  gmi_wait_for_ranks(m, &wait, "gemini_group_open", c.rank, NULL, NULL);
   status = join(m, &c, g);
   gmi_wait_end(m, &wait);
   if (!status && !(g->reports = calloc(g->ranks, sizeof *g->reports)))
@@ -419,6 +419,7 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
     if (!m->groups.generations[g->index]) m->groups.generations[g->index] = m->identity.generation_before;
     g->generation = ++m->groups.generations[g->index];
     m->groups.at[g->index] = g;
+    atomic_store(&m->groups.who[g->index], g->rank | (uint64_t)g->ranks << 16 | (uint64_t)g->gather.ranks << 32);
     *group_out = gmi_handle(m, GMI_HANDLE_GROUP, g->generation, g->index);
   }
   gmi_unlock(m);
@@ -443,6 +444,7 @@ static gemini_status_t group_close(gmi_manager_t *m, gemini_group_t handle) {
   if (g->exchanging) return gmi_fail(GEMINI_ERR_BUSY, 0, "an exchange of the group is under way");
   gmi_forget_collectives(m, g);
   m->groups.at[g->index] = NULL;
+  atomic_store(&m->groups.who[g->index], 0);
   (void)gmi_stream_end(m, g->gather_stream);
   (void)gmi_stream_end(m, g->reduce_stream);
   m->groups.gather_streams &= ~(UINT64_C(1) << g->gather_stream);
@@ -483,7 +485,7 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_unlock(m);
   if (status) return status;
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, "gemini_group_exchange", GMI_WAIT_RANKS, g->rank);
+  gmi_wait_for_ranks(m, &wait, "gemini_group_exchange", g->rank, "an exchange", NULL);
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->gather;
   if (g->exchange.ops) status = gmi_group_check_settle(g); /* it has the same communicator */
   if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, "gemini_group_exchange");
@@ -509,7 +511,7 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
   const gmi_comm_t *comm = g->exchange.ops ? &g->exchange : &g->reduce;
   if (g->exchanging && comm == &g->exchange)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, g->rank);
+  gmi_wait_for_ranks(m, &wait, NULL, g->rank, "an exchange", label);
   gemini_status_t status = gmi_group_check_settle(g);
   if (!status) status = comm->ops->exchange(comm->self, mine, size_bytes, all_out, label);
   gmi_wait_end(m, &wait);
@@ -560,7 +562,8 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .planned_reduced_bytes = g->planned.reduced,
                                  .planned_fetched_bytes = g->planned.fetched,
                                  .gather_wait_ns = g->waits.gather_ns,
-                                 .sum_wait_ns = g->waits.sum_ns };
+                                 .sum_wait_ns = g->waits.sum_ns,
+                                 .bucket_chunks = atomic_load(&m->cut.chunk_bytes) ? gmi_bucket_chunks(m, g) : 0 };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {
@@ -596,187 +599,4 @@ gmi_group_t *gmi_group_waited(gmi_manager_t *m, gmi_fence_t fence, gmi_group_wai
     if (g->gather_stream == stream || g->reduce_stream == stream || is_behind_sum(m, g, fence)) return g;
   }
   return NULL;
-}
-
-/* ---- collectives */
-typedef enum { GATHER, GATHER_REST, GATHERS, REDUCE, REDUCE_REST } kind_t;
-typedef struct {
-  gmi_group_t *group;
-  kind_t kind;
-  uint32_t dtype;
-  void *buffer;
-  void *const *buffers; /* of GATHERS, in place of buffer */
-  uint32_t buffer_count;
-  uint64_t count; /* bytes, or values of dtype, of each buffer */
-  char label[GMI_COMM_LABEL_BYTES];
-} collective_t;
-
-static bool is_gather(const collective_t *c) { return c->kind <= GATHERS; }
-static const gmi_comm_t *comm_of(const collective_t *c) { return is_gather(c) ? &c->group->gather : &c->group->reduce; }
-
-static gemini_status_t carry_out(const collective_t *c, void *stream) {
-  const gmi_comm_t *comm = comm_of(c);
-  const gmi_comm_ops_t *ops = comm->ops;
-  switch (c->kind) {
-  case GATHER: return ops->all_gather(comm->self, c->buffer, c->count, stream, c->label);
-  case GATHER_REST: return ops->broadcast(comm->self, c->buffer, c->count, comm->ranks - 1, stream, c->label);
-  case GATHERS: return ops->all_gathers(comm->self, c->buffers, c->buffer_count, c->count, stream, c->label);
-  case REDUCE: return ops->reduce_scatter(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
-  case REDUCE_REST: return ops->all_reduce(comm->self, c->buffer, c->count, c->dtype, GMI_REDUCE_SUM, stream, c->label);
-  }
-  return GEMINI_OK;
-}
-static gemini_status_t run_collective(void *user) {
-  collective_t *c = user;
-  gemini_status_t status = carry_out(c, NULL);
-  if (status) (void)spread_failure(c->group);
-  free(c);
-  return status;
-}
-
-/* On the stream of the device that has this index. The call may block until the communicator has queued its work. */
-static gemini_status_t queue_natively(gmi_manager_t *m, uint32_t stream, const collective_t *c) {
-  void *native = NULL;
-  gemini_status_t status = m->device.ops->stream.native(m->device.self, stream, &native);
-  if (status) return gmi_fail_device(status, "device %s does not name a group's stream", m->device.ops->name);
-  gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, c->group->rank);
-  status = carry_out(c, native);
-  gmi_wait_end(m, &wait);
-  return status;
-}
-
-static void label(gmi_manager_t *m, collective_t *c, const char *name, uint32_t chunk) {
-  /* The same on all ranks, so without the operator where it depends on a rank's own progress when a sum is queued. */
-  const char *op = is_gather(c) ? m->trace.advice->op_name(m) : NULL;
-  snprintf(c->label, sizeof c->label, "%s%schunk %u of arena %s", op ? op : "", op ? ", " : "", chunk, name);
-}
-
-static gemini_status_t collective(gmi_manager_t *m, const collective_t *what) {
-  const gmi_comm_t *comm = comm_of(what);
-  const uint32_t stream = is_gather(what) ? what->group->gather_stream : what->group->reduce_stream;
-  gemini_status_t status = comm->ops->known(comm->self); /* a failed group's calls would only be waited for */
-  if (status) return status;
-  if (comm->ops->queues) return queue_natively(m, stream, what);
-  collective_t *c = malloc(sizeof *c);
-  if (!c) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a collective's record");
-  *c = *what;
-  status = m->device.ops->queue.run(m->device.self, stream, run_collective, c);
-  if (!status) return GEMINI_OK;
-  free(c);
-  return gmi_fail_device(status, "device %s could not queue a collective", m->device.ops->name);
-}
-
-/* ---- gathers
- *
- * To queue one gather of NCCL's takes the calling thread about as long as to queue eight in a group of NCCL's. So
- * within a batch (gmi_gather_batch_begin()) gathers are held back until there are as many, or the batch ends, or a mark
- * is placed on their stream (core/streams.c). A chunk that is held back has arrived behind the mark that is placed
- * next. Should queueing fail, that mark is never reached, as the group has failed. */
-static void drop_held(gmi_manager_t *m, gmi_group_t *g) {
-  g->held.count = 0;
-  m->groups.held_streams &= ~(UINT64_C(1) << g->gather_stream);
-}
-static gemini_status_t queue_held(gmi_manager_t *m, gmi_group_t *g) {
-  gmi_fence_t end = 0;
-  const uint32_t count = g->held.count;
-  if (!count) return GEMINI_OK;
-  drop_held(m, g); /* from the list */
-  collective_t what = { .group = g, .kind = GATHERS, .buffers = g->held.buffers, .buffer_count = count };
-  what.count = g->held.slice_bytes;
-  memcpy(what.label, g->held.label, sizeof what.label);
-  gemini_status_t status = collective(m, &what);
-  if (!status) status = gmi_fence_now(m, g->gather_stream, &end);
-  if (status) return gmi_group_breaks_off(g, status);
-  gmi_time_work(m, (gmi_timed_t){ g->held.begin, end, count, NULL, &g->gathers.shortest_ns });
-  return GEMINI_OK;
-}
-gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream) {
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < GMI_GROUPS; i++)
-    if (m->groups.at[i] && m->groups.at[i]->gather_stream == stream) status = queue_held(m, m->groups.at[i]);
-  return status;
-}
-
-/* A batch that fails halfway: made again, the call would queue in two parts what other ranks queue together, or twice
- * what they queue once, and NCCL could mix up the bytes without a word. So no rank goes on. */
-gemini_status_t gmi_gather_batch_fails(gmi_manager_t *m, gmi_group_t *g, gemini_status_t status) {
-  if (!g->held.count) return status;
-  drop_held(m, g);
-  return gmi_group_breaks_off(g, status);
-}
-
-void gmi_gather_batch_begin(gmi_manager_t *m) { m->groups.batches++; }
-gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status, bool anew) {
-  gmi_failure_t first;
-  GMI_ASSERT(m->groups.batches);
-  const uint64_t twice = status && anew ? m->groups.batch_streams : 0;
-  if (--m->groups.batches == 0) m->groups.batch_streams = 0;
-  if (!m->groups.held_streams && !twice) return status;
-  gmi_fail_keep(status, &first);
-  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
-    gmi_group_t *g = m->groups.at[i];
-    gemini_status_t queued = GEMINI_OK;
-    if (!g) continue;
-    /* Communicators whose calls block notice ranks that call different things. */
-    const bool twice_here = twice >> g->gather_stream & 1 && g->gather.ops->queues && g->gather.ranks > 1;
-    if (status && (g->held.count || twice_here)) {
-      drop_held(m, g);
-      gmi_group_give_up(g, first.message);
-    }
-    if (!status) queued = queue_held(m, g);
-    if (queued && !first.status) gmi_fail_keep(queued, &first);
-  }
-  return gmi_fail_again(&first);
-}
-
-static gemini_status_t hold_back(gmi_manager_t *m, const collective_t *what, gmi_fence_t *arrive_out) {
-  gmi_group_t *g = what->group;
-  gemini_status_t status = GEMINI_OK;
-  if (g->held.slice_bytes != what->count) status = queue_held(m, g);
-  if (!status && !g->held.count) {
-    status = gmi_fence_now(m, g->gather_stream, &g->held.begin);
-    g->held.slice_bytes = what->count;
-    memcpy(g->held.label, what->label, sizeof g->held.label);
-  }
-  if (status) return status;
-  g->held.buffers[g->held.count++] = what->buffer;
-  m->groups.held_streams |= UINT64_C(1) << g->gather_stream;
-  *arrive_out = gmi_fence_later(m, g->gather_stream);
-  return g->held.count < GMI_GATHERS_HELD ? GEMINI_OK : queue_held(m, g);
-}
-
-gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_bytes,
-                                 uint64_t rest_bytes, const char *name, uint32_t chunk, gmi_fence_t *arrive_out) {
-  gmi_fence_t begin = 0;
-  collective_t what = { .group = g, .kind = GATHER, .buffer = buffer, .count = slice_bytes };
-  label(m, &what, name, chunk);
-  if (m->groups.batches) m->groups.batch_streams |= UINT64_C(1) << g->gather_stream;
-  if (m->groups.batches && g->gather.ops->all_gathers && g->gather.ranks > 1 && !rest_bytes)
-    return hold_back(m, &what, arrive_out);
-  gemini_status_t status = gmi_fence_now(m, g->gather_stream, &begin); /* behind those that are held back */
-  if (!status) status = collective(m, &what);
-  if (status) return status;
-  what.kind = GATHER_REST;
-  what.buffer = (uint8_t *)buffer + slice_bytes * g->gather.ranks;
-  what.count = rest_bytes;
-  if (rest_bytes) status = collective(m, &what);
-  if (!status) status = gmi_fence_now(m, g->gather_stream, arrive_out);
-  if (status) return g->gather.ranks > 1 ? gmi_group_breaks_off(g, status) : status; /* one rank can gather again */
-  gmi_time_work(m, (gmi_timed_t){ begin, *arrive_out, 1, NULL, &g->gathers.shortest_ns });
-  return GEMINI_OK;
-}
-
-/* ---- sums */
-gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
-                                 const char *name, uint32_t chunk) {
-  collective_t what = { .group = g, .kind = REDUCE, .dtype = dtype, .buffer = buffer, .count = slice_count };
-  label(m, &what, name, chunk);
-  return collective(m, &what);
-}
-gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
-                                      const char *name, uint32_t chunk) {
-  collective_t what = { .group = g, .kind = REDUCE_REST, .dtype = dtype, .buffer = buffer, .count = count };
-  label(m, &what, name, chunk);
-  return collective(m, &what);
 }

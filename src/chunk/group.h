@@ -24,8 +24,22 @@ typedef struct gmi_report {
 } gmi_report_t;
 
 enum {
-  GMI_GATHERS_HELD = 8 /* most gathers that are queued together: beyond it, each costs as much as the one before */
+  GMI_GATHERS_HELD = 8,  /* most gathers that are queued together: beyond it, each costs as much as the one before */
+  GMI_BUCKET_CHUNKS = 16 /* most chunks whose gradients are added together */
 };
+
+/* The latest calls of a kind that were queued, for dumps: all whose end has not been reached, as long as they are no
+ * more than there is room for. */
+enum { GMI_QUEUED = 64 };
+typedef struct gmi_queued {
+  struct {
+    char label[GMI_COMM_LABEL_BYTES];
+    uint32_t chunks;
+    gmi_fence_t end; /* behind the call */
+  } at[GMI_QUEUED];
+  uint64_t calls, chunks; /* so far; the latest call is at[(calls - 1) % GMI_QUEUED] */
+} gmi_queued_t;
+void gmi_queued_add(gmi_queued_t *q, const char *label, uint32_t chunks, gmi_fence_t end);
 
 /* Gathers and sums have a communicator and a stream each: a communicator carries out its calls in the order of the
  * calls, and a sum must not wait for the gathers that were queued before it. Exchanges have a third one where they must
@@ -41,9 +55,10 @@ typedef struct gmi_group {
    * depends on: it is stored before the first collective, and loaded by failures. */
   _Atomic(gmi_manager_t *) tells;
   uint32_t gather_stream, reduce_stream;
-  uint32_t arenas; /* sharded arenas of the group */
-  bool exchanging; /* a gemini_group_exchange() is under way, without the lock */
-  struct {         /* a thread that polls the communicators, unless they are over shared memory */
+  uint32_t arenas;       /* sharded arenas of the group */
+  uint64_t bucket_bytes; /* of gradients that are added together (gmi_bucket_chunks()) */
+  bool exchanging;       /* a gemini_group_exchange() is under way, without the lock */
+  struct {               /* a thread that polls the communicators, unless they are over shared memory */
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t ended;
@@ -66,6 +81,7 @@ typedef struct gmi_group {
   struct {
     uint64_t gathers, sums;
   } queued;
+  gmi_queued_t gathers_queued, sums_queued;
   struct { /* of operators, gemini_group_stats_t; and the latest fences behind sums */
     uint64_t gather_ns, sum_ns;
     gmi_fence_t sum_ends[64];
@@ -109,10 +125,11 @@ gemini_status_t gmi_gather_batch_end(gmi_manager_t *m, gemini_status_t status, b
  * Gathers that are held back are never queued: the group fails. */
 gemini_status_t gmi_gather_batch_fails(gmi_manager_t *m, gmi_group_t *g, gemini_status_t status);
 gemini_status_t gmi_group_queue_held(gmi_manager_t *m, uint32_t stream);
-/* Queues the sum of a chunk's gradients, likewise. */
-gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t slice_count, uint32_t dtype,
-                                 const char *name, uint32_t chunk);
-/* The same of what equal slices leave over: buffer becomes the sum. */
+/* Queues the sums of the gradients of buffer_count chunks, at most GMI_BUCKET_CHUNKS, each with a slice of slice_count
+ * values for each rank. chunk: the first one's. */
+gemini_status_t gmi_group_reduce(gmi_manager_t *m, gmi_group_t *g, void *const *buffers, uint32_t buffer_count,
+                                 uint64_t slice_count, uint32_t dtype, const char *name, uint32_t chunk);
+/* The same of what equal slices of a chunk leave over: buffer becomes the sum. */
 gemini_status_t gmi_group_reduce_rest(gmi_manager_t *m, gmi_group_t *g, void *buffer, uint64_t count, uint32_t dtype,
                                       const char *name, uint32_t chunk);
 /* A gemini_group_exchange() of the library's own. Blocks, with the lock held. */
@@ -123,6 +140,9 @@ gemini_status_t gmi_group_exchange_locked(gmi_manager_t *m, gmi_group_t *g, cons
 gemini_status_t gmi_group_sum(gmi_manager_t *m, gmi_group_t *g, const char *label, double *sum);
 /* The first failure that this group has noticed, recorded; GEMINI_OK: none. Any thread, no lock. */
 gemini_status_t gmi_group_failure(const gmi_group_t *g);
+/* After the failure of one communicator, calls of the others would wait until their own deadline, or be told that this
+ * rank has left: they end with the same words. Returns the failure. Any thread, no lock. */
+gemini_status_t gmi_group_spread_failure(const gmi_group_t *g);
 /* Makes all calls of all ranks fail with these words, unless they fail already. Any thread, no lock. */
 enum { GMI_GROUP_WHY_BYTES = 376 };
 void gmi_group_give_up(const gmi_group_t *g, const char *why);

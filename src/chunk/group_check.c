@@ -12,13 +12,14 @@
 #include <string.h>
 
 #include "base/thread.h"
+#include "chunk/shard.h"
 #include "core/watch.h"
 
 enum { TEXT_BYTES = GMI_JOURNAL_TEXT_BYTES };
 
 /* What the ranks exchange. All must be equal. */
 typedef struct {
-  uint64_t number, layout, operators, plan, gathers, sums;
+  uint64_t number, layout, bucket_chunks, operators, plan, gathers, sums;
   uint64_t op_count;
 } digest_t;
 
@@ -96,10 +97,11 @@ static gemini_status_t find(const gmi_group_t *g, const gmi_journal_t *j, const 
     else
       snprintf(why_out, size, "ranks differ: rank 0 and rank %u have the same operators in an iteration, but other %s",
                other,
-               all[0].layout != all[other].layout ? "sharded arenas"
-               : all[0].plan != all[other].plan   ? "plans of gathers"
-               : all[0].sums != all[other].sums   ? "sums of gradients"
-                                                  : "gathers");
+               all[0].layout != all[other].layout                 ? "sharded arenas"
+               : all[0].bucket_chunks != all[other].bucket_chunks ? "chunks in a bucket of gradients (bucket_bytes)"
+               : all[0].plan != all[other].plan                   ? "plans of gathers"
+               : all[0].sums != all[other].sums                   ? "sums of gradients"
+                                                                  : "gathers");
   }
   free(mine);
   free(theirs);
@@ -187,7 +189,7 @@ gemini_status_t gmi_group_check_post(gmi_manager_t *m, gmi_group_t *g, gmi_journ
   if (g->exchanging && g->exchange.ops)
     return gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
   gmi_wait_t wait;
-  gmi_wait_begin(m, &wait, NULL, GMI_WAIT_RANKS, g->rank);
+  gmi_wait_for_ranks(m, &wait, NULL, g->rank, "the comparison of iterations", NULL);
   gemini_status_t status = gmi_group_check_settle(g);
   gmi_wait_end(m, &wait);
   if (status) return status;
@@ -195,6 +197,7 @@ gemini_status_t gmi_group_check_post(gmi_manager_t *m, gmi_group_t *g, gmi_journ
   pthread_mutex_lock(&k->lock);
   k->digest = (digest_t){ .number = ++k->posts,
                           .layout = journal->layout,
+                          .bucket_chunks = gmi_bucket_chunks(m, g),
                           .operators = journal->operators,
                           .plan = plan,
                           .gathers = g->queued.gathers,

@@ -245,95 +245,6 @@ gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c) {
   return status ? status : gmi_files_reap(m, c);
 }
 
-/* ---- reclaim: taking slots from chunks, in levels of rising cost
- *
- * STALE: the host copy is not valid. CLEAN: another tier has a valid copy, or the bytes are zero. Both free a slot at
- * once. The levels from STATES on need a write to a file, and exist only with a file tier: optimizer states; then
- * states of deferred pieces, which are needed soon; then parameters and gradients (ANY).
- *
- * State chunks are used cyclically, once an iteration, so the one updated last has the furthest next use: evict it
- * first (Belady). LRU would evict each chunk just before its use. What is not evicted stays resident over iterations
- * and needs no transfers. */
-enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_STATES, RECLAIM_DEFERRED, RECLAIM_ANY, RECLAIM_LEVELS };
-
-void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c) {
-  gmi_host_t *h = &m->host;
-  h->updated[h->updated_end++ % GMI_UPDATED] = c; /* a ring buffer that overwrites its oldest entry */
-  if (h->updated_end - h->updated_first > GMI_UPDATED) h->updated_first++;
-}
-void gmi_host_forget(gmi_manager_t *m) { m->host.updated_first = m->host.updated_end; }
-
-/* Can the chunk's slot be reclaimed, and is level its level? Never while a caller, a graph, a transfer, an update or a
- * worker uses the slot. */
-static bool reclaimable(gmi_manager_t *m, const gmi_chunk_t *c, int level) {
-  if (!c || gmi_chunk_host_users(c) || gmi_chunk_in_graphs(c) || gmi_chunk_io(c) || gmi_chunk_work_pending(m, c))
-    return false;
-  if (!gmi_chunk_has(c, GMI_VALID_HOST)) return level == RECLAIM_STALE;
-  if (gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_FILE | GMI_VALID_ZERO)) return level == RECLAIM_CLEAN;
-  uint32_t kind = gmi_chunk_arena(m, c)->kind;
-  if (kind == GEMINI_KIND_PARAM || kind == GEMINI_KIND_GRAD) return level == RECLAIM_ANY;
-  return level == (gmi_chunk_deferred(c) ? RECLAIM_DEFERRED : RECLAIM_STATES);
-}
-
-/* Frees a slot whose bytes are valid in another tier, too. */
-static void leave_slot(gmi_manager_t *m, gmi_chunk_t *c) {
-  gmi_chunk_host_lost(m, c);
-  gmi_host_slot_drop(m, c);
-}
-
-/* Returns the reclaimable state chunk that was updated last. *busy_out: the best choice is a chunk that is still being
- * updated; the caller should wait for it rather than evict one with an earlier next use. */
-static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {
-  gmi_host_t *h = &m->host;
-  *busy_out = false;
-  for (uint64_t i = h->updated_end; i-- > h->updated_first;) {
-    gmi_chunk_t *c = h->updated[i % GMI_UPDATED];
-    bool state = reclaimable(m, c, RECLAIM_STATES);
-    if (!state && i + 1 == h->updated_end && !gmi_chunk_has_slot(c)) h->updated_end--; /* evicted already: pop it */
-    if (state) return c;
-    if (gmi_chunk_io(c) || gmi_chunk_deferred(c) || !gmi_chunk_work_pending(m, c)) continue;
-    *busy_out = true;
-    return NULL;
-  }
-  return NULL;
-}
-
-/* Frees one slot (*freed_out), or starts a write after which one can be freed (*started_out); neither: nothing can be
- * reclaimed now. Within a level, host.hand is the hand of a clock: each scan goes on where the last one ended, so that
- * the choice rotates over all chunks. */
-static gemini_status_t slot_reclaim(gmi_manager_t *m, bool *freed_out, bool *started_out) {
-  *freed_out = *started_out = false;
-  gemini_status_t status = gmi_files_reap(m, NULL);
-  if (status) return status;
-  for (int level = 0; level < (m->file.store ? RECLAIM_LEVELS : RECLAIM_STATES); level++) {
-    /* The last levels hold chunks that are needed soon. While work is under way that may free other slots, let the
-     * caller wait for it instead. */
-    if (level > RECLAIM_STATES && (m->io.count || gmi_workers_pending(m))) break;
-    bool busy = false;
-    gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
-    if (last) {
-      *started_out = true;
-      return gmi_file_write(m, last, GEMINI_REASON_PRESSURE);
-    }
-    if (busy) break;
-    for (uint32_t step = 0; step < m->host.slot_most; step++) {
-      uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
-      gmi_chunk_t *c = m->host.slots[slot].chunk;
-      if (!reclaimable(m, c, level)) continue;
-      m->host.hand = slot + 1;
-      if (level <= RECLAIM_CLEAN) {
-        if (level == RECLAIM_CLEAN) leave_slot(m, c);
-        else gmi_host_slot_drop(m, c);
-        *freed_out = true;
-        return GEMINI_OK;
-      }
-      *started_out = true;
-      return gmi_file_write(m, c, GEMINI_REASON_PRESSURE);
-    }
-  }
-  return GEMINI_OK;
-}
-
 /* ---- spare slots, for speculate.c */
 void gmi_host_iteration(gmi_manager_t *m) {
   m->host.own_peak[1] = m->host.own_peak[0];
@@ -345,15 +256,6 @@ uint32_t gmi_host_spare(const gmi_manager_t *m) {
   uint64_t taken = own / gmi_slot_bytes(m) + m->host.spare_count;
   uint64_t left = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
   return left < gmi_host_free(m) ? (uint32_t)left : gmi_host_free(m);
-}
-void gmi_host_spare_reclaim(gmi_manager_t *m) {
-  for (uint32_t s = 0; !m->host.spare_looked && s < m->host.slot_most; s++) {
-    gmi_chunk_t *c = m->host.slots[s].chunk;
-    uint32_t kind = c ? gmi_chunk_arena(m, c)->kind : GEMINI_KIND_OTHER;
-    bool state = kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
-    if (state && reclaimable(m, c, RECLAIM_STALE)) gmi_host_slot_drop(m, c);
-  }
-  m->host.spare_looked = true;
 }
 static bool slot_is_committed(const gmi_manager_t *m, uint32_t slot) {
   const uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
@@ -415,7 +317,7 @@ gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ah
   if (ahead < count) ahead = count;
   while (gmi_host_free(m) + m->io.writes < ahead) {
     bool freed, started;
-    gemini_status_t status = slot_reclaim(m, &freed, &started);
+    gemini_status_t status = gmi_host_reclaim(m, &freed, &started);
     if (status == GEMINI_ERR_OOM_FILE) break; /* reported by gmi_host_room(), when the slots are needed */
     if (status) return status;
     if (!freed && !started) break;
@@ -436,7 +338,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
   while (gmi_host_free(m) < count) {
     bool freed, started;
     uint64_t events = gmi_workers_finished(m);
-    gemini_status_t status = slot_reclaim(m, &freed, &started);
+    gemini_status_t status = gmi_host_reclaim(m, &freed, &started);
     if (status && status != GEMINI_ERR_OOM_FILE) return status;
     if (!status && (freed || (started && m->io.writes < count - gmi_host_free(m)))) continue;
     bool busy = gmi_workers_pending(m) || m->io.count; /* read before the count below, which the last end changes */

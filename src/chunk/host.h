@@ -4,11 +4,16 @@
 #ifndef GMI_HOST_H
 #define GMI_HOST_H
 
+#include <sched.h>
+
 #include "chunk/chunk.h"
 #include "chunk/residency.h"
 #include "core/manager.h"
 
 gemini_status_t gmi_host_open(gmi_manager_t *m);
+/* The cores of the process that are next to the memory's node, which is the GPU's. False: the machine has one node, or
+ * it is not known which is the nearest. */
+bool gmi_host_cores(const gmi_manager_t *m, cpu_set_t *cores_out);
 /* Ends all heap blocks. Called while arenas exist, because returning the heap's slots reads the chunks' records. */
 void gmi_host_heap_end(gmi_manager_t *m);
 void gmi_host_close(gmi_manager_t *m); /* call when no queued work uses the memory any more */
@@ -29,6 +34,18 @@ void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* slo
 void gmi_host_slot_drop(gmi_manager_t *m, gmi_chunk_t *c);
 /* Makes count slots free, writing chunks to files if needed. Blocks until they are. */
 gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
+/* Frees one slot (*freed_out), or starts a transfer after which one can be freed (*started_out); neither: nothing can
+ * be reclaimed now. */
+gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *started_out);
+uint64_t gmi_home_slots(const gmi_manager_t *m); /* chunks that fit on the host and in files together */
+/* With placement auto: do host and files lack room for the bytes of all arenas, and with the device they have it? Then
+ * some states have their only copy on the device. False if bytes are borrowed, which need no room. The chunk size has
+ * been chosen. */
+bool gmi_home_is_short(const gmi_manager_t *m);
+/* Without a file tier, if gmi_home_is_short(): do certain chunks fit on the host and the device together, beside all
+ * else that must stay there, and so many spare places? inside, what: as of gmi_host_fits(). OOM_HOST otherwise. */
+gemini_status_t gmi_home_fits(gmi_manager_t *m, const char *what, uint64_t spare,
+                              bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user);
 /* Frees slots and starts writes until ahead slots (at least count) are free or will be once the writes end. Does not
  * block, and may leave fewer free than count. */
 gemini_status_t gmi_host_room_soon(gmi_manager_t *m, uint32_t count, uint32_t ahead);

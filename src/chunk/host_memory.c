@@ -74,6 +74,10 @@ static gemini_status_t reserve_open(gmi_manager_t *m, uint64_t size) {
   return status;
 }
 
+bool gmi_host_cores(const gmi_manager_t *m, cpu_set_t *cores_out) {
+  return gmi_reserve_cores(m->host.reserve, cores_out);
+}
+
 gemini_status_t gmi_host_open(gmi_manager_t *m) {
   gmi_limits_t limits;
   gemini_status_t status = gmi_limits_read("", &limits);

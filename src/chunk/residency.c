@@ -258,6 +258,11 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
       (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
+bool gmi_frames_left(const gmi_manager_t *m) {
+  return m->frames.free_count || (m->frames.made < m->frames.count && m->frames.unmade_count) ||
+         (m->nonmodel.heap && m->nonmodel.frames > gmi_heap_pages_used(m->nonmodel.heap));
+}
+
 /* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget
  * allows one and the oldest free frame would have to be waited for; the oldest free frame; an unused page of the heap;
  * the frame of an evicted chunk. */
@@ -609,7 +614,7 @@ gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, u
 
 gemini_status_t gmi_chunk_to_host_to_overwrite(gmi_manager_t *m, gmi_chunk_t *c, uint64_t end) {
   const bool here = gmi_chunk_has(c, GMI_VALID_HOST);
-  if (here && gmi_chunk_lazy_zeros(c) == end) return GEMINI_OK;
+  if (here && end <= gmi_chunk_lazy_zeros(c)) return GEMINI_OK;
   return !here && gmi_chunk_has(c, GMI_VALID_ZERO) ? zeros_to_host(m, c, end)
                                                    : gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
 }

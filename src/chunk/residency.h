@@ -15,6 +15,8 @@ enum {
   GMI_TAKE_EVICT = 1, /* evict a chunk when no frame is free */
   GMI_TAKE_CACHED = 2 /* evict one of which no next use is known and which needs no copy to leave, if there is one */
 };
+/* Is there a frame that can be taken without an eviction? */
+bool gmi_frames_left(const gmi_manager_t *m);
 /* Takes a frame, to be used behind its `ready` fence. mapping: of the address the frame is for, or NULL; the frame
  * mapped there is preferred if it is free. reason: GEMINI_REASON_*, of evictions that this causes. Without
  * GMI_TAKE_EVICT, OOM_DEVICE comes without an error record. */
@@ -35,7 +37,8 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason);
 /* Likewise, where bytes up to `end` will be overwritten, and then those in front of them. If the chunk is only known to
  * be zero, all these are written to the slot when somebody asks for its address (gmi_chunk_host()), if they are still
- * zero then: to clear them takes the calling thread longer than the copies take that overwrite them. */
+ * zero then: to clear them takes the calling thread longer than the copies take that overwrite them. May be called
+ * again, with a lower end, before the bytes behind that are overwritten. */
 gemini_status_t gmi_chunk_to_host_to_overwrite(gmi_manager_t *m, gmi_chunk_t *c, uint64_t end);
 /* After gmi_chunk_departs(): the frame goes back to the pool. becomes, fence: as of gmi_chunk_departed(). */
 void gmi_chunk_leave_frame(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, gmi_fence_t fence);

@@ -1,10 +1,10 @@
-/* Sharded arenas: their slices, gathering chunks, adding gradients. SPDX-License-Identifier: Apache-2.0
+/* Sharded arenas: gathering chunks, and ranges of slices. SPDX-License-Identifier: Apache-2.0
  *
  * Collectives are queued on two streams of the group, one for gathers and one for sums. All ranks queue the same ones
  * in the same order, because what they queue follows from the callers' calls alone: an acquire gathers the chunks that
  * are not on the device, in the order in which it names them, and which are on the device follows from earlier acquires
  * and from the ends of operators (gmi_gathered_leave()), never from local memory. Chunks that were gathered are
- * therefore never evicted for room. Gradients are added in the order of descending chunks.
+ * therefore never evicted for room. Gradients are added in the order of descending chunks (sums.c).
  *
  * A rank that waits for others holds frames, and slots of slices, that its own later work may wait for. This cannot end
  * in a ring of ranks that wait for each other as long as all ranks queue gathers and sums at the same points of their
@@ -12,275 +12,20 @@
  *
  * Threads: any thread that holds the manager's lock. The ranks' callers must not depend on an order of threads: calls
  * for one group come from one thread at a time. */
-#include "chunk/shard.h"
-
-#include <errno.h>
-#include <stdlib.h>
+#include "chunk/slices.h"
 
 #include "base/hash.h"
 #include "chunk/accesses.h"
-#include "chunk/content.h"
 #include "chunk/cut.h"
-#include "chunk/files.h"
-#include "chunk/host.h"
 #include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
 #include "core/streams.h"
-#include "core/workers.h"
 #include "gemini/group.h"
-
-/* ---- slicing */
-enum { SLICE_ALIGN = 256 /* elements */, PARTS = GMI_SLICE_PARTS };
-
-gmi_slicing_t gmi_slicing_of(uint64_t chunk_bytes, uint32_t element_bytes, uint32_t rank, uint32_t ranks) {
-  gmi_slicing_t s = { .chunk = chunk_bytes / element_bytes };
-  s.slice = s.chunk / ranks / SLICE_ALIGN * SLICE_ALIGN;
-  s.rest = s.chunk - s.slice * ranks;
-  s.stride = s.slice + s.rest;
-  s.start = rank * s.slice;
-  s.own = rank + 1 == ranks ? s.stride : s.slice;
-  return s;
-}
-
-/* The arena whose elements say how all that follow it are divided. */
-static gmi_arena_t *root_of(gmi_manager_t *m, const gmi_arena_t *a) {
-  if (a->shard.whole != GMI_NONE) a = gmi_arena_at(m, a->shard.whole);
-  return gmi_arena_at(m, a->like);
-}
-
-static gmi_slicing_t slicing_for(gmi_manager_t *m, const gmi_arena_t *a, uint64_t chunk_bytes) {
-  const gmi_group_t *g = gmi_group_at(m, a->shard.group);
-  return gmi_slicing_of(chunk_bytes, root_of(m, a)->element_bytes, g->gather.rank, g->gather.ranks);
-}
-gmi_slicing_t gmi_slicing(gmi_manager_t *m, const gmi_arena_t *a) {
-  return slicing_for(m, a, atomic_load(&m->cut.chunk_bytes));
-}
-
-bool gmi_slice_find(const gmi_slicing_t *s, uint64_t from, uint64_t end, gmi_slice_t *slice_out) {
-  uint64_t chunk = from / s->chunk;
-  if (from % s->chunk >= s->start + s->own) chunk++;
-  uint64_t begin = chunk * s->chunk + s->start, stop = begin + s->own;
-  if (stop > end) stop = end;
-  uint64_t first = begin > from ? begin : from;
-  if (first >= stop) return false;
-  *slice_out = (gmi_slice_t){ first, chunk * s->stride + (first - begin), stop - first };
-  return true;
-}
-
-uint64_t gmi_slices_end(const gmi_slicing_t *s, uint64_t end) {
-  uint64_t in_chunk = end % s->chunk, own = in_chunk > s->start ? in_chunk - s->start : 0;
-  return end / s->chunk * s->stride + (own < s->own ? own : s->own);
-}
-
-uint32_t *gmi_parts_updated(gmi_manager_t *m, const gmi_arena_t *a) { return &root_of(m, a)->shard.updated; }
-
-/* ---- sizes of the arenas of slices */
-static uint64_t slices_bytes(const gmi_arena_t *a, const gmi_slicing_t *s) {
-  uint64_t elements = atomic_load(&a->size) / a->element_bytes;
-  return (elements + s->chunk - 1) / s->chunk * s->stride * a->element_bytes;
-}
-
-gemini_status_t gmi_slices_resize(gmi_manager_t *m, uint64_t chunk_bytes) {
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a || !gmi_arena_is_sharded(a)) continue;
-    gmi_slicing_t s = slicing_for(m, a, chunk_bytes);
-    if (!s.slice)
-      return gmi_fail(GEMINI_ERR_INVALID, 0,
-                      "chunk_bytes is %llu: arena %s, sharded over %u ranks, needs chunks of at least %llu",
-                      (unsigned long long)chunk_bytes, a->name, gmi_group_at(m, a->shard.group)->gather.ranks,
-                      (unsigned long long)gmi_slices_chunk_min(m));
-    gmi_arena_t *slices = gmi_arena_slices(m, a);
-    const uint64_t bytes = slices_bytes(a, &s);
-    if (slices->store == slices->index) m->stats.model_bytes += bytes - atomic_load(&slices->size);
-    atomic_store_explicit(&slices->size, bytes, memory_order_release);
-  }
-  return GEMINI_OK;
-}
-
-uint64_t gmi_slices_chunk_min(gmi_manager_t *m) {
-  uint64_t least = 0;
-  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
-    gmi_arena_t *a = gmi_arena_at(m, i);
-    if (!a || !gmi_arena_is_sharded(a)) continue;
-    uint64_t ranks = gmi_group_at(m, a->shard.group)->gather.ranks;
-    uint64_t need = ranks * SLICE_ALIGN * root_of(m, a)->element_bytes;
-    if (least < need) least = need;
-  }
-  return least;
-}
-
-static void find_gradient(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  (void)m;
-  if (atomic_load(&t->word) & GMI_TENSOR_GRADIENT) *(bool *)user = true;
-}
-
-gemini_status_t gmi_slices_unused(gmi_manager_t *m, gmi_arena_t *a) {
-  bool gradients = false;
-  if (a->store != a->index)
-    gmi_arena_each(m, gmi_arena_at(m, a->store), 0, atomic_load(&a->size), find_gradient, &gradients);
-  if (gradients)
-    return gmi_fail(GEMINI_ERR_BUSY, 0, "gradients of arena %s hold their parameters' bytes: update first", a->name);
-  const gmi_arena_t *slices = gmi_arena_slices(m, a);
-  for (uint32_t i = 0; slices->store == slices->index && i < atomic_load(&slices->chunk_count); i++)
-    if (gmi_chunk_in_use(&slices->chunks[i]) || gmi_chunk_is_loading(&slices->chunks[i]))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a slice of arena %s is acquired", a->name);
-  return GEMINI_OK;
-}
-
-/* ---- the part of the slices that belongs to one chunk */
-typedef struct {
-  gmi_chunk_t *chunk;
-  uint64_t in_chunk; /* bytes */
-  uint64_t in_slice;
-  uint64_t bytes;
-} part_t;
-typedef struct {
-  gmi_arena_t *whole;
-  gmi_group_t *group;
-  gmi_slicing_t slicing;
-  uint64_t begin, bytes; /* of the slice in its chunk */
-  uint32_t count;
-  part_t parts[PARTS];
-} parts_t;
-
-/* A slice is at most as long as a chunk, so it lies in at most two chunks of the arena of slices. */
-static parts_t parts_of(gmi_manager_t *m, const gmi_chunk_t *c) {
-  gmi_arena_t *whole = gmi_chunk_arena(m, c), *slices = gmi_arena_at(m, gmi_arena_slices(m, whole)->store);
-  parts_t p = { .whole = whole, .group = gmi_group_at(m, whole->shard.group), .slicing = gmi_slicing(m, whole) };
-  p.begin = p.slicing.start * whole->element_bytes;
-  p.bytes = p.slicing.own * whole->element_bytes;
-  uint64_t at = c->index * p.slicing.stride * whole->element_bytes, done = 0, chunk_bytes = gmi_chunk_bytes(m);
-  while (done < p.bytes) {
-    uint64_t in_chunk = (at + done) & (chunk_bytes - 1);
-    uint64_t bytes = chunk_bytes - in_chunk < p.bytes - done ? chunk_bytes - in_chunk : p.bytes - done;
-    GMI_ASSERT(p.count < PARTS);
-    p.parts[p.count++] = (part_t){ &slices->chunks[(at + done) >> m->cut.chunk_shift], in_chunk, done, bytes };
-    done += bytes;
-  }
-  return p;
-}
-
-uint32_t gmi_slice_parts(gmi_manager_t *m, const gmi_chunk_t *c, gmi_slice_part_t *parts_out) {
-  parts_t p = parts_of(m, c);
-  for (uint32_t i = 0; i < p.count; i++) parts_out[i] = (gmi_slice_part_t){ p.parts[i].chunk, p.parts[i].bytes };
-  return p.count;
-}
-
-/* BUSY: something uses a part, so that it cannot be read now, or changed. Of parts to be changed, acquires take the
- * slow path from now on. */
-static gemini_status_t parts_check(const parts_t *p, bool change) {
-  for (uint32_t i = 0; i < p->count; i++) {
-    gmi_chunk_t *c = p->parts[i].chunk;
-    const char *why = change ? gmi_chunk_unsettle_to_change(c) : gmi_chunk_busy(c, GMI_TO_FETCH);
-    if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a slice of arena %s is %s", p->whole->name, why);
-  }
-  return GEMINI_OK;
-}
-static void hold_parts(gmi_manager_t *m, const parts_t *p) {
-  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_hold_host(m, p->parts[i].chunk, false);
-}
-static void unhold_parts(gmi_manager_t *m, const parts_t *p) {
-  for (uint32_t i = 0; i < p->count; i++) gmi_chunk_unhold_host(m, p->parts[i].chunk, false);
-}
-
-/* Makes each part's bytes valid on the host, unless they are on the device or, to be read only, zero. The parts are
- * held: making room for one does not take another's slot. */
-static gemini_status_t bring_parts(gmi_manager_t *m, const parts_t *p, bool write) {
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < p->count; i++) {
-    gmi_chunk_t *c = p->parts[i].chunk;
-    if (gmi_chunk_is_resident(c) || (!write && gmi_chunk_has(c, GMI_VALID_ZERO))) continue;
-    const uint64_t end = p->parts[i].in_chunk + p->parts[i].bytes; /* parts come in descending order */
-    status = write && !p->whole->shard.summed ? gmi_chunk_to_host_to_overwrite(m, c, end)
-                                              : gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
-    /* a read from a file must have succeeded before a copy of its bytes is queued */
-    if (!status && gmi_chunk_io(c)) status = gmi_chunk_settle_host(m, c);
-  }
-  return status;
-}
-
-static gemini_status_t copy(gmi_manager_t *m, uint32_t stream, void *to, const void *from, uint64_t bytes,
-                            uint32_t kind) {
-  gemini_status_t status = m->device.ops->queue.copy(m->device.self, stream, to, from, bytes, kind);
-  return status ? gmi_fail_device(status, "the device could not queue a copy of %llu bytes", (unsigned long long)bytes)
-                : GEMINI_OK;
-}
-
-/* Makes the stream wait for the users of a part's bytes, which it is to use in its frame or its slot. */
-static gemini_status_t part_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode) {
-  return gmi_chunk_is_resident(c) ? gmi_chunk_wait(m, stream, c, mode) : gmi_chunk_wait_slot(m, stream, c);
-}
-/* It uses them now, also if the device has said no. */
-static gemini_status_t part_used(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode, gemini_status_t no) {
-  gmi_slot_t *slot = gmi_chunk_is_resident(c) ? NULL : &m->host.slots[gmi_chunk_slot(c)];
-  gemini_status_t used = slot ? gmi_fence_now(m, stream, &slot->fence) : gmi_chunk_use(m, c, mode, stream, true);
-  if (slot && used) slot->fence = gmi_fence_later(m, stream);
-  return no ? no : used;
-}
-
-/* Queues copies of the own slice into the chunk's frame. */
-static gemini_status_t copy_in(gmi_manager_t *m, const parts_t *p, uint8_t *frame, uint32_t stream) {
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < p->count; i++) {
-    const part_t *part = &p->parts[i];
-    gmi_chunk_t *c = part->chunk;
-    GMI_ASSERT(!gmi_chunk_deferred(c));
-    uint8_t *to = frame + p->begin + part->in_slice;
-    const bool zero = gmi_chunk_has(c, GMI_VALID_ZERO), resident = gmi_chunk_is_resident(c);
-    status = zero ? gmi_device_zero(m, stream, to, part->bytes) : part_wait(m, stream, c, GEMINI_READ);
-    if (status || zero) continue;
-    const uint8_t *from = resident ? gmi_chunk_device(m, c) : gmi_chunk_host(m, c);
-    status = copy(m, stream, to, from + part->in_chunk, part->bytes, resident ? GMI_COPY_D2D : GMI_COPY_H2D);
-    status = part_used(m, stream, c, GEMINI_READ, status);
-    if (!resident) p->group->fetched_bytes += part->bytes;
-  }
-  return status;
-}
-
-/* A part of the frame goes to its place in the arena of slices, or is added to what is there: to the sums of the rounds
- * before. */
-static gemini_status_t put(gmi_manager_t *m, uint32_t stream, const parts_t *p, uint64_t bytes, void *to,
-                           const void *from, uint32_t kind) {
-  const gmi_arena_t *whole = p->whole;
-  if (!whole->shard.summed) return copy(m, stream, to, from, bytes, kind);
-  gemini_status_t status =
-      m->device.ops->queue.add(m->device.self, stream, to, from, whole->shard.dtype, bytes / whole->element_bytes);
-  return status ? gmi_fail_device(status, "the device could not queue a sum of %llu bytes", (unsigned long long)bytes)
-                : GEMINI_OK;
-}
-
-/* Queues copies of the own slice from the chunk's frame, which is complete behind after, into the arena of slices,
- * or adds it to what is there. Its parts were brought for writing. *end_out: behind all of them. What fails here is the
- * device. */
-static gemini_status_t copy_out(gmi_manager_t *m, const parts_t *p, const uint8_t *frame, gmi_fence_t after,
-                                gmi_fence_t *end_out) {
-  const uint32_t stream = gmi_link_out(m)->stream;
-  gemini_status_t status = gmi_fence_wait(m, stream, after);
-  for (uint32_t i = 0; !status && i < p->count; i++) {
-    const part_t *part = &p->parts[i];
-    gmi_chunk_t *c = part->chunk;
-    GMI_ASSERT(!gmi_chunk_deferred(c));
-    const uint8_t *from = frame + p->begin + part->in_slice;
-    const bool resident = gmi_chunk_is_resident(c);
-    if ((status = part_wait(m, stream, c, GEMINI_READ_WRITE))) break;
-    const uint64_t lazy = gmi_chunk_lazy_zeros(c); /* up to the part's end, or none */
-    uint8_t *to = resident ? gmi_chunk_device(m, c) : gmi_slot_address(m, gmi_chunk_slot(c));
-    status = put(m, stream, p, part->bytes, to + part->in_chunk, from, resident ? GMI_COPY_D2D : GMI_COPY_D2H);
-    if (resident) gmi_chunk_wrote(m, c);
-    status = part_used(m, stream, c, GEMINI_WRITE, status);
-    if (!resident) gmi_chunk_host_wrote(m, c);
-    if (!resident && lazy) gmi_chunk_lazy_zeros_set(m, c, status ? lazy : part->in_chunk);
-    p->group->stored_bytes += part->bytes;
-  }
-  if (!status) status = gmi_fence_now(m, stream, end_out);
-  return status;
-}
 
 gemini_status_t gmi_gathered_queue(gmi_manager_t *m, gmi_chunk_t *c, bool *queued_out) {
   gemini_status_t status = GEMINI_OK;
-  parts_t p = parts_of(m, c);
+  gmi_own_slice_t p = gmi_own_slice_of(m, c);
   for (uint32_t i = 0; !status && i < p.count; i++) {
     *queued_out |= gmi_chunk_deferred(p.parts[i].chunk) > 0;
     status = gmi_updates_queue(m, p.parts[i].chunk);
@@ -290,7 +35,7 @@ gemini_status_t gmi_gathered_queue(gmi_manager_t *m, gmi_chunk_t *c, bool *queue
 
 /* ---- gather */
 /* Queues the gather of a frame whose own slice is complete behind ready, or holds it back for others. */
-static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const parts_t *p, gmi_fence_t ready,
+static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const gmi_own_slice_t *p, gmi_fence_t ready,
                               gmi_fence_t *arrive_out) {
   gmi_group_t *g = p->group;
   const uint64_t element = p->whole->element_bytes, slice = p->slicing.slice * element,
@@ -306,20 +51,20 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const part
 }
 
 gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
-  parts_t p = parts_of(m, c);
+  gmi_own_slice_t p = gmi_own_slice_of(m, c);
   const bool gathers = !fresh && gmi_chunk_has(c, GMI_VALID_SLICES);
   gemini_status_t status = gmi_groups_known(m);
-  if (!status && gathers) status = parts_check(&p, false);
+  if (!status && gathers) status = gmi_own_slice_check(&p, false);
   if (status) return status;
   uint32_t frame;
-  hold_parts(m, &p); /* the eviction that frees a frame must not take their slots */
+  gmi_own_slice_hold(m, &p); /* the eviction that frees a frame must not take their slots */
   status = gmi_frame_take(m, gmi_chunk_mapping(c), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
                           flags, &frame);
   if (!status && gathers) {
-    status = bring_parts(m, &p, false);
+    status = gmi_own_slice_bring(m, &p, false);
     if (status) gmi_frame_give(m, frame, m->frames.at[frame].ready);
   }
-  unhold_parts(m, &p);
+  gmi_own_slice_unhold(m, &p);
   if (status) return status;
   const uint32_t stream = gmi_link_in(m)->stream;
   gmi_fence_t ready = m->frames.at[frame].ready, arrive = ready;
@@ -327,7 +72,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
   bool mapped = !status;
   if (!status && !fresh) {
     status = gmi_fence_wait(m, stream, ready); /* the frame's previous user */
-    if (!status && gathers) status = copy_in(m, &p, gmi_chunk_device(m, c), stream);
+    if (!status && gathers) status = gmi_own_slice_copy_in(m, &p, gmi_chunk_device(m, c), stream);
     else if (!status) status = gmi_device_zero(m, stream, gmi_chunk_device(m, c), gmi_frame_bytes(m));
     if (!status) status = gmi_fence_now(m, stream, &arrive);
     if (!status && !gathers) gmi_group_sum_delays(m, p.group, ready, arrive);
@@ -364,15 +109,15 @@ void gmi_gathered_unsettle(gmi_manager_t *m, gmi_chunk_t *c) {
 /* Copies written parameters to the slices. Each rank takes its own: where ranks have written different values, that of
  * the slice's owner counts. */
 static gemini_status_t write_back(gmi_manager_t *m, gmi_chunk_t *c) {
-  parts_t p = parts_of(m, c);
+  gmi_own_slice_t p = gmi_own_slice_of(m, c);
   gmi_fence_t end;
-  gemini_status_t status = parts_check(&p, true);
+  gemini_status_t status = gmi_own_slice_check(&p, true);
   if (status) return status;
-  hold_parts(m, &p);
-  status = bring_parts(m, &p, true);
-  unhold_parts(m, &p);
+  gmi_own_slice_hold(m, &p);
+  status = gmi_own_slice_bring(m, &p, true);
+  gmi_own_slice_unhold(m, &p);
   if (!status) status = gmi_chunk_wait(m, gmi_link_out(m)->stream, c, GEMINI_READ);
-  if (!status) status = copy_out(m, &p, gmi_chunk_device(m, c), 0, &end);
+  if (!status) status = gmi_own_slice_copy_out(m, &p, gmi_chunk_device(m, c), 0, &end);
   if (status) return status;
   gmi_chunk_copied(c, end);
   gmi_chunk_slices_valid(m, c);
@@ -414,7 +159,7 @@ gemini_status_t gmi_gathered_leave(gmi_manager_t *m, bool all) {
 }
 
 /* Slices are changed by each rank on its own, and not by all ranks at the same moment. So no rank may have a gathered
- * copy then: outside operators every acquire gathers anew (gmi_gathered_acquire()). */
+ * copy then: outside operators every acquire gathers anew (before_gathers()). */
 gemini_status_t gmi_gathered_settle(gmi_manager_t *m, const gmi_range_t *r, bool change) {
   gmi_arena_t *whole = r->arena;
   gemini_status_t status = GEMINI_OK;
@@ -440,34 +185,17 @@ gemini_status_t gmi_gathered_settle(gmi_manager_t *m, const gmi_range_t *r, bool
   return status;
 }
 
-gemini_status_t gmi_gathered_acquire(gmi_manager_t *m) {
-  return atomic_load(&m->bracket.op_serial) ? GEMINI_OK : gmi_gathered_leave(m, !m->bracket.iteration_open);
+/* Before a range of a sharded arena is acquired on the device. Outside operators, what earlier acquires have gathered
+ * leaves. Whether a chunk is missing is the same on all ranks. */
+static gemini_status_t before_gathers(gmi_manager_t *m, const gmi_range_t *r) {
+  if (!atomic_load(&m->bracket.op_serial)) return gmi_gathered_leave(m, !m->bracket.iteration_open);
+  if (gmi_arena_is_gradients(r->arena)) return GEMINI_OK;
+  for (uint64_t i = r->first; i <= r->last; i++)
+    if (!gmi_chunk_is_resident(&r->arena->chunks[i])) return m->trace.advice->gathers_meet(m);
+  return GEMINI_OK;
 }
 
-/* ---- gradients that are ready */
-/* Are the gradients of all tensors of the chunk READY_FOR_REDUCE? One that was not written is zero. */
-typedef struct {
-  uint32_t gradients; /* the arena of gradients */
-  bool ready;
-} readiness_t;
-static void look_at_gradient(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  readiness_t *r = user;
-  const gmi_tensor_t *gradient = t;
-  while (gradient->arena != r->gradients && gradient->next != GMI_NONE) gradient = &m->tensors.at[gradient->next];
-  r->ready = r->ready && gradient->arena == r->gradients &&
-             gmi_tensor_state(atomic_load(&gradient->word)) == GEMINI_STATE_READY_FOR_REDUCE;
-}
-static bool is_ready(gmi_manager_t *m, const gmi_arena_t *whole, uint32_t chunk) {
-  readiness_t r = { whole->index, true };
-  gmi_arena_each(m, gmi_arena_at(m, whole->like), (uint64_t)chunk << m->cut.chunk_shift, gmi_chunk_bytes(m),
-                 look_at_gradient, &r);
-  return r.ready;
-}
-/* The same for the chunk whose turn it is, if there is one. */
-static bool next_is_ready(gmi_manager_t *m, const gmi_arena_t *whole) {
-  return whole->shard.reduced < whole->chunk_count && is_ready(m, whole, whole->chunk_count - 1 - whole->shard.reduced);
-}
-
+/* ---- places of gradients and parameters on the device */
 static void find_ready(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
   (void)m;
   if (gmi_tensor_state(atomic_load(&t->word)) == GEMINI_STATE_READY_FOR_REDUCE) *(const gmi_tensor_t **)user = t;
@@ -499,7 +227,7 @@ static gemini_status_t gradient_place(gmi_manager_t *m, const gemini_access_t *a
                       "which can be acquired on the host",
                       name);
   if (!sums || !write) return GEMINI_OK;
-  if (whole->shard.due && whole->shard.stage != GEMINI_ZERO_STATES && next_is_ready(m, whole))
+  if (whole->shard.due && whole->shard.stage != GEMINI_ZERO_STATES && gmi_reduce_next_is_ready(m, whole))
     return gmi_fail(GEMINI_ERR_STATE, 0,
                     "gradients of arena %s are READY_FOR_REDUCE, but could not be added, as a warning in the log says: "
                     "set one HOLD and READY_FOR_REDUCE again",
@@ -559,7 +287,7 @@ gemini_status_t gmi_range_place(gmi_manager_t *m, const gemini_access_t *access,
           whole->name, gmi_arena_at(m, whole->like)->name);
     gemini_status_t status = GEMINI_OK;
     if (r->size) status = gmi_arena_is_gradients(whole) ? gradient_place(m, access, r) : updated_place(m, r);
-    return status ? status : gmi_gathered_acquire(m);
+    return status ? status : before_gathers(m, r);
   }
   gmi_slice_t slice;
   if (!r->size) return GEMINI_OK;
@@ -622,158 +350,6 @@ gemini_status_t gemini_slice_next(gemini_manager_t mgr, const gemini_access_t *r
   API_LOCKED(slice_next(m, range, from_bytes, offset_out, size_out));
 }
 
-/* ---- adding gradients
- *
- * Gradients that reuse their parameters' bytes are added once between two updates: `reduced` counts up to the number of
- * chunks, and the update sets it back. Others are added in rounds: the last chunk of a round sets it back. */
-/* Everything that can fail for want of room comes before the collective: then this rank has not taken its turn yet, and
- * can take it later. */
-static gemini_status_t reduce_prepare(gmi_manager_t *m, gmi_chunk_t *c, const parts_t *p) {
-  gemini_status_t status = gmi_groups_known(m);
-  if (!status && !gmi_chunk_unsettle(c, GMI_CHUNK_USERS))
-    status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", p->whole->name);
-  if (!status && !gmi_arena_has_sums(p->whole)) {
-    /* The sums take the bytes of the parameters' slices, so a gathered copy of these is outdated. */
-    gmi_arena_t *params = gmi_arena_at(m, p->whole->store);
-    status = leave(m, &params->chunks[c->index], false);
-    if (!status && gmi_chunk_is_resident(&params->chunks[c->index]))
-      status = gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is acquired", params->name);
-  }
-  if (!status) status = parts_check(p, true);
-  if (status) return status;
-  hold_parts(m, p);
-  status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, GMI_TAKE_EVICT); /* zeros if nothing was written */
-  if (!status) status = bring_parts(m, p, true);
-  unhold_parts(m, p);
-  return status;
-}
-
-static gemini_status_t reduce_queue(gmi_manager_t *m, gmi_chunk_t *c, parts_t *p) {
-  gmi_group_t *g = p->group;
-  const uint64_t slice = p->slicing.slice, rest = p->slicing.rest, element = p->whole->element_bytes;
-  uint8_t *frame = gmi_chunk_device(m, c);
-  gmi_fence_t begin = 0, sums = 0, end = 0;
-  gemini_status_t status = gmi_chunk_wait(m, g->reduce_stream, c, GEMINI_READ_WRITE);
-  gmi_chunk_wrote(m, c);
-  if (!status) status = gmi_fence_now(m, g->reduce_stream, &begin);
-  if (!status) status = gmi_group_reduce(m, g, frame, slice, p->whole->shard.dtype, p->whole->name, c->index);
-  if (status) return status;
-  if (rest)
-    status = gmi_group_reduce_rest(m, g, frame + slice * g->reduce.ranks * element, rest, p->whole->shard.dtype,
-                                   p->whole->name, c->index);
-  if (!status) status = gmi_fence_now(m, g->reduce_stream, &sums);
-  if (!status) status = copy_out(m, p, frame, sums, &end);
-  if (status) return g->ranks > 1 || p->whole->shard.summed ? gmi_group_breaks_off(g, status) : status;
-  gmi_time_work(m, (gmi_timed_t){ .begin = begin, .end = sums, .elements = 1, .shortest = &g->sums.shortest_ns });
-  m->trace.observer->chunk_summed(m, c);
-  gmi_group_sum_ends(g, end);
-  if (!gmi_arena_has_sums(p->whole)) g->queued.sums = gmi_hash(gmi_hash(g->queued.sums + 1, p->whole->index), c->index);
-  g->reduced_chunks++;
-  g->reduced_bytes += gmi_chunk_bytes(m) - p->bytes;
-  uint32_t word;
-  bool departs = gmi_chunk_departs(c, &word); /* it is not SETTLED: nobody can have acquired it */
-  GMI_ASSERT(departs);
-  (void)departs;
-  gmi_chunk_leave_frame(m, c, gmi_arena_has_sums(p->whole) ? GMI_VALID_ZERO : GMI_VALID_SLICES, end);
-  return GEMINI_OK;
-}
-
-static void not_ready(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  uint64_t word = atomic_load(&t->word);
-  (void)m, (void)user;
-  while (word >> GMI_TENSOR_STATE_SHIFT == GEMINI_STATE_READY_FOR_REDUCE &&
-         !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_HOLD))) {
-  }
-}
-static void not_ready_from(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  if (t->offset >= *(const uint64_t *)user) not_ready(m, t, NULL);
-}
-/* After a chunk of a round: tensors that begin in it have been added whole, as later chunks were added before. */
-static void round_goes_on(gmi_manager_t *m, gmi_arena_t *whole, const gmi_chunk_t *c) {
-  uint64_t begin = (uint64_t)c->index << m->cut.chunk_shift;
-  gmi_arena_each(m, whole, begin, gmi_chunk_bytes(m), not_ready_from, &begin);
-  if (whole->shard.reduced < whole->chunk_count) return;
-  whole->shard.reduced = 0;
-  whole->shard.due = false;
-  whole->shard.summed = true;
-  whole->shard.since = m->bracket.op_serial_next - (atomic_load(&m->bracket.op_serial) != 0);
-}
-
-/* Adds the gradients of the next chunk. */
-static gemini_status_t reduce_next(gmi_manager_t *m, gmi_arena_t *whole) {
-  uint32_t reduced = whole->shard.reduced;
-  gmi_chunk_t *c = &whole->chunks[whole->chunk_count - 1 - reduced];
-  parts_t p = parts_of(m, c);
-  gemini_status_t status = GEMINI_OK;
-  for (uint32_t i = 0; !status && i < p.count; i++) status = gmi_updates_queue(m, p.parts[i].chunk);
-  if (status || whole->shard.reduced != reduced) return status; /* a callback ran without the lock: it is done */
-  status = reduce_prepare(m, c, &p);
-  if (!status) status = reduce_queue(m, c, &p);
-  if (status) return status;
-  whole->shard.reduced++;
-  if (gmi_arena_has_sums(whole)) round_goes_on(m, whole, c);
-  return GEMINI_OK;
-}
-
-gemini_status_t gmi_reduce_ready(gmi_manager_t *m, gmi_arena_t *whole) {
-  gemini_status_t status = GEMINI_OK;
-  whole->shard.due = true;
-  while (!status && whole->shard.due && whole->shard.stage != GEMINI_ZERO_STATES && next_is_ready(m, whole))
-    status = reduce_next(m, whole);
-  return status;
-}
-
-/* Must a round be added, or ended? All ranks find the same, as this follows from their READY_FOR_REDUCE and operators,
- * and where these leave it open, from what they tell each other. A call that fails later and is made again does not ask
- * again. */
-static gemini_status_t round_is_due(gmi_manager_t *m, gmi_arena_t *whole) {
-  gmi_group_t *g = gmi_group_at(m, whole->shard.group);
-  bool written = false;
-  for (uint32_t i = 0; !written && i < whole->chunk_count; i++)
-    written = gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);
-  if (whole->shard.due || whole->shard.reduced || (!written && whole->shard.since == m->bracket.op_serial_next))
-    return GEMINI_OK;
-  bool *all = calloc(g->ranks, sizeof *all);
-  if (!all) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the values of %u ranks", g->ranks);
-  gemini_status_t status = gmi_group_exchange_locked(m, g, &written, sizeof written, all, whole->name);
-  for (uint32_t r = 0; !status && r < g->ranks; r++) whole->shard.due |= all[r];
-  if (!status) whole->shard.since = m->bracket.op_serial_next;
-  free(all);
-  return status;
-}
-
-static void take_gradient(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  (void)m, (void)user;
-  atomic_fetch_or(&t->word, GMI_TENSOR_GRADIENT);
-}
-gemini_status_t gmi_reduce_all(gmi_manager_t *m, gmi_arena_t *whole) {
-  gemini_status_t status = gmi_gathered_leave(m, false);
-  if (gmi_arena_has_sums(whole)) {
-    if (!status) status = round_is_due(m, whole);
-    while (!status && whole->shard.due && whole->chunk_count) status = reduce_next(m, whole);
-    return status;
-  }
-  while (!status && whole->shard.reduced < whole->chunk_count) status = reduce_next(m, whole);
-  if (!status) gmi_arena_each(m, gmi_arena_at(m, whole->store), 0, atomic_load(&whole->size), take_gradient, NULL);
-  return status;
-}
-
-/* None of the chunks may have been written since they were added, as the next round would add that, or a later one. */
-gemini_status_t gmi_reduce_part(gmi_manager_t *m, gmi_arena_t *whole, uint32_t first) {
-  gemini_status_t status = gmi_groups_known(m);
-  const uint32_t count = whole->chunk_count;
-  bool added = whole->shard.summed && !whole->shard.due && !whole->shard.reduced;
-  for (uint32_t i = first; added && i < count; i++) added = !gmi_chunk_has_only(&whole->chunks[i], GMI_VALID_DEVICE);
-  if (!added && !whole->shard.due && !whole->shard.reduced)
-    return gmi_fail(GEMINI_ERR_STATE, 0,
-                    "gradients of arena %s are not READY_FOR_REDUCE: an update of a part adds a round that one of them "
-                    "has begun",
-                    whole->name);
-  while (!status && (whole->shard.due || whole->shard.reduced) && whole->shard.reduced < count - first)
-    status = reduce_next(m, whole);
-  return status;
-}
-
 gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params, uint32_t first, uint32_t end) {
   gmi_arena_t *const both[] = { params, gmi_arena_reuser(m, params) };
   gemini_status_t status = GEMINI_OK;
@@ -786,12 +362,4 @@ gemini_status_t gmi_gathered_drop(gmi_manager_t *m, gmi_arena_t *params, uint32_
     }
   }
   return status;
-}
-
-void gmi_gradients_taken(gmi_manager_t *m, gmi_arena_t *params) {
-  gmi_arena_t *whole = gmi_arena_reuser(m, params);
-  if (!whole) return;
-  whole->shard.reduced = 0;
-  gmi_arena_each(m, whole, 0, atomic_load(&whole->size), not_ready, NULL);
-  for (uint32_t i = 0; i < atomic_load(&whole->chunk_count); i++) gmi_chunk_forget(m, &whole->chunks[i]);
 }

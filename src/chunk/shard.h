@@ -91,8 +91,6 @@ void gmi_gradients_taken(gmi_manager_t *m, gmi_arena_t *params);
 gemini_status_t gmi_gathered_evict(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_gathered_count(gmi_manager_t *m, const gmi_chunk_t *c,
                         uint32_t frames); /* gets a frame (1) or loses it (-1) */
-/* Before an acquire of a sharded arena: outside operators, what earlier acquires have gathered leaves. */
-gemini_status_t gmi_gathered_acquire(gmi_manager_t *m);
 /* Outside operators, acquires of a gathered chunk must not skip that: they take the lock. */
 void gmi_gathered_unsettle(gmi_manager_t *m, gmi_chunk_t *c);
 /* Makes a range of a sharded arena free to be read, or changed, in the slices. To be changed, its gathered chunks leave
@@ -116,9 +114,14 @@ void gmi_range_slices(gmi_manager_t *m, const gmi_range_t *r, gmi_range_t *slice
  * if any rank has written. whole: the sharded arena of gradients. */
 gemini_status_t gmi_reduce_ready(gmi_manager_t *m, gmi_arena_t *whole);
 gemini_status_t gmi_reduce_all(gmi_manager_t *m, gmi_arena_t *whole);
-/* Gradients with sums: adds those of this round down to chunk first, whatever is READY_FOR_REDUCE. Ranks need not call
- * it at the same points of their programs: it exchanges nothing, so a round must have begun, or have ended with all
- * that was written (STATE). */
+/* Would gmi_reduce_ready() add some? */
+bool gmi_reduce_next_is_ready(gmi_manager_t *m, const gmi_arena_t *whole);
+/* How many chunks of an arena are added together: those whose numbers, divided by it, are equal. The same on all ranks.
+ * The chunk size has been chosen. */
+uint32_t gmi_bucket_chunks(gmi_manager_t *m, const gmi_group_t *g);
+/* Gradients with sums: adds those of this round down to chunk first, the first one of a bucket, whatever is
+ * READY_FOR_REDUCE. Ranks need not call it at the same points of their programs: it exchanges nothing, so a round must
+ * have begun, or have ended with all that was written (STATE). */
 gemini_status_t gmi_reduce_part(gmi_manager_t *m, gmi_arena_t *whole, uint32_t first);
 /* How many chunks, from the last one down, updates of parts have taken of the arenas laid out like a sharded one. */
 uint32_t *gmi_parts_updated(gmi_manager_t *m, const gmi_arena_t *a);

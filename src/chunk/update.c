@@ -451,20 +451,22 @@ static bool in_walk(const void *user, const gmi_chunk_t *c) {
 }
 
 /* Refuses an update with a chunk in use, with a piece above the host budget, or, without a file tier, with more
- * chunks than fit on the host. index: of the update, for advice; GMI_NONE: assumes that no piece runs on the device. */
-static gemini_status_t walk_room(gmi_walk_t *k, uint32_t index) {
+ * chunks than fit on the host, or, where host and files have no room for all bytes, on host and device together. index:
+ * of the update, for advice; NULL: assumes that no piece runs on the device. */
+static gemini_status_t walk_room(gmi_walk_t *k, const uint32_t *index) {
   gmi_manager_t *m = k->m;
-  uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0;
+  uint64_t need = 0, slot_bytes = gmi_slot_bytes(m), number = 0, largest = 0;
   gmi_piece_t pieces[2] = { 0 }; /* a piece and the one before it */
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end;
        at = pieces[number & 1].end, number++) {
     gmi_piece_t *p = &pieces[number & 1];
     const gmi_piece_t *before = &pieces[~number & 1];
     gmi_piece_at(k, at, end, p);
+    if (p->count > largest) largest = p->count;
     if (m->file.store && p->count > m->host.slot_count)
       return gmi_fail(GEMINI_ERR_OOM_HOST, 0, "the update needs %llu bytes of host memory at once, the budget is %llu",
                       (unsigned long long)p->count * slot_bytes, (unsigned long long)m->config.host_bytes);
-    bool on_device = index != GMI_NONE && m->trace.advice->piece_on_device(m, index, (uint32_t)number);
+    bool on_device = index && m->trace.advice->piece_on_device(m, *index, (uint32_t)number);
     for (uint32_t i = 0; i < p->count; i++) {
       gmi_chunk_t *c = p->chunks[i];
       const char *why = gmi_chunk_unsettle_to_change(c);
@@ -479,6 +481,7 @@ static gemini_status_t walk_room(gmi_walk_t *k, uint32_t index) {
       need += gmi_chunk_has_slot(c) || !(on_device || gmi_chunk_is_pinned(c)) ? slot_bytes : 0;
     }
   }
+  if (index && !m->file.store && gmi_home_is_short(m)) return gmi_home_fits(m, "the update", 2 * largest, in_walk, k);
   return gmi_host_fits(m, "the update", need, in_walk, k);
 }
 
@@ -488,45 +491,11 @@ static uint32_t end_chunk(const gmi_walk_t *k) {
   return (uint32_t)((k->u.first_element + k->u.element_count + k->slicing.chunk - 1) / k->slicing.chunk);
 }
 
-/* Sharded arenas: may the update take these elements? */
-static gemini_status_t part_check(const gmi_walk_t *k) {
-  const gemini_update_t *u = &k->u;
-  const uint32_t updated = *gmi_parts_updated(k->m, k->named[0]);
-  const uint64_t chunk = k->slicing.chunk, end = u->first_element + u->element_count;
-  if (!(u->flags & GEMINI_UPDATE_PART))
-    return updated ? gmi_fail(GEMINI_ERR_STATE, 0,
-                              "a part of arena %s, %u chunks, has been updated: the other parts come next, with "
-                              "GEMINI_UPDATE_PART",
-                              k->named[0]->name, updated)
-                   : GEMINI_OK;
-  uint64_t elements = UINT64_MAX;
-  bool sums = false;
-  for (uint32_t i = 0; i < u->arena_count; i++) {
-    uint64_t has = atomic_load(&k->named[i]->size) / k->named[i]->element_bytes;
-    if (has < elements) elements = has;
-    sums |= gmi_arena_has_sums(k->named[i]);
-    if (k->named[i]->reused || k->named[i]->store != k->named[i]->index)
-      return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "gradients take the bytes of arena %s: an update takes all of it",
-                      gmi_arena_at(k->m, k->named[i]->store)->name);
-  }
-  if (!sums)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "an update of a part of arena %s names no arena of gradients",
-                    k->named[0]->name);
-  const uint64_t left = (elements + chunk - 1) / chunk - updated, last = updated ? left * chunk : elements;
-  if (u->first_element % chunk || end != last)
-    return gmi_fail(GEMINI_ERR_INVALID, 0,
-                    "first_element + element_count is %llu + %llu: a part of arena %s begins at a multiple of the %llu "
-                    "elements of a chunk, and the next one ends at %llu",
-                    (unsigned long long)u->first_element, (unsigned long long)u->element_count, k->named[0]->name,
-                    (unsigned long long)chunk, (unsigned long long)last);
-  return GEMINI_OK;
-}
-
 /* Sharded arenas: adds the gradients that the update names and that have not been added yet, of which none is a gap any
  * more, and takes gathered parameters that it will outdate from the device. */
 static gemini_status_t walk_gathered(gmi_walk_t *k) {
   k->slicing = gmi_slicing(k->m, k->named[0]);
-  gemini_status_t status = part_check(k);
+  gemini_status_t status = gmi_part_check(k);
   const bool part = k->u.flags & GEMINI_UPDATE_PART;
   for (uint32_t i = 0; !status && i < k->u.arena_count; i++) {
     if (!gmi_arena_is_gradients(k->named[i])) continue;
@@ -729,12 +698,12 @@ static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
   }
   status = walk_cut(k);
   if (status) return status;
-  status = walk_room(k, GMI_NONE);
+  status = walk_room(k, NULL);
   if (status && status != GEMINI_ERR_OOM_HOST) return status;
   gemini_status_t room = status;
   uint32_t index;
   m->trace.observer->update_comes(m, &record, &index);
-  status = room ? walk_room(k, index) : GEMINI_OK;
+  status = room ? walk_room(k, &index) : GEMINI_OK;
   if (!status && stream != GMI_CALLER) status = gmi_fence_now(m, stream, &k->after);
   if (status) {
     m->trace.observer->update_refused(m, index);
@@ -762,12 +731,12 @@ gemini_status_t gmi_updates_finish(gmi_manager_t *m, const char *function) {
     gmi_wait_end(m, &wait);
     if (status) gmi_fail_device(status, "an update on the device failed");
   }
-  if (!status) {
-    gmi_lock(m, function);
-    gmi_update_users_free(m, false);
-    gmi_unlock(m);
-  }
-  return status ? status : gmi_workers_failure(m);
+  gmi_lock(m, function);
+  if (!status) gmi_update_users_free(m, false);
+  if (!status) status = gmi_workers_failure(m);
+  else if (status == GEMINI_ERR_PEER) (void)m->groups.failure(m); /* the same status, and the rank's name */
+  gmi_unlock(m);
+  return status;
 }
 
 static gemini_status_t update(gmi_manager_t *m, const gemini_update_t *theirs) {

@@ -14,10 +14,10 @@
 #include "comm/failure.h"
 
 typedef struct caller {
-  gemini_comm_t table; /* a copy; Constant, as the next four */
+  gemini_comm_t table; /* a copy; Constant, as the next five */
   char name[32];
   uint32_t rank, ranks;        /* in the replica */
-  uint32_t all;                /* ranks of all replicas */
+  uint32_t place, all;         /* among all ranks of all replicas */
   gmi_first_failure_t failure; /* its code came with a function's own message */
 } caller_t;
 
@@ -85,10 +85,28 @@ static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint
   if (checked) return checked;
   CALL(c->all == 1 || !count, all_reduce, label, buffer, count, dtype, stream);
 }
-static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
-  caller_t *own = self;
-  if (own->all == 1 && bytes && !gmi_has_failed(&own->failure)) memmove(all_out, mine, bytes);
+static gemini_status_t call_exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
   CALL(c->all == 1, exchange, label, mine, bytes, all_out);
+}
+/* A function that ends without a status, such as one of an interpreter whose user interrupts it, may seem to return
+ * GEMINI_OK, and what was in all_out before would be taken for what other ranks have said. So this rank's place gets
+ * other bytes than its own before. On the simulated device only this function runs on the caller's threads, where
+ * interrupts come. */
+static gemini_status_t exchange(void *self, const void *mine, uint64_t bytes, void *all_out, const char *label) {
+  caller_t *c = self;
+  if (c->all == 1 && bytes && !gmi_has_failed(&c->failure)) memmove(all_out, mine, bytes);
+  const unsigned char *own = mine;
+  unsigned char *there = all_out;
+  const uint64_t from = (uintptr_t)own, to = (uintptr_t)there;
+  if (c->all == 1 || gmi_has_failed(&c->failure) || (from < to + bytes * c->all && to < from + bytes))
+    return call_exchange(self, mine, bytes, all_out, label); /* in place it cannot be told */
+  there += bytes * c->place;
+  for (uint64_t i = 0; i < bytes; i++) there[i] = (unsigned char)~own[i];
+  gemini_status_t status = call_exchange(self, mine, bytes, all_out, label);
+  for (uint64_t i = 0; !status && i < bytes; i++)
+    if (there[i] != (unsigned char)~own[i]) return GEMINI_OK;
+  if (status || !bytes) return status;
+  return fail(c, 0, "exchange() of %s returned 0 (%s), but has brought nothing", c->name, gemini_status_string(0));
 }
 static gemini_status_t poll_failure(void *self) {
   caller_t *c = self;
@@ -158,6 +176,7 @@ gemini_status_t gmi_comm_caller_open(const gemini_comm_t *theirs, uint32_t needs
   c->table = table;
   c->rank = rank % shard;
   c->ranks = shard;
+  c->place = rank;
   c->all = ranks;
   snprintf(c->name, sizeof c->name, "%s", name);
   gmi_first_failure_open(&c->failure, rank, ranks, listener);

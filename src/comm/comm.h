@@ -64,6 +64,10 @@ typedef struct gmi_comm_ops {
    * ranks. The other slices are undefined afterwards. */
   gemini_status_t (*reduce_scatter)(void *self, void *buffer, uint64_t slice_count, uint32_t dtype, gmi_reduce_t reduce,
                                     void *stream, const char *label);
+  /* As reduce_scatter() of each of `buffer_count` buffers, in this order; other ranks do the same in one call, too.
+   * NULL: no faster way is known. */
+  gemini_status_t (*reduce_scatters)(void *self, void *const *buffers, uint32_t buffer_count, uint64_t slice_count,
+                                     uint32_t dtype, gmi_reduce_t reduce, void *stream, const char *label);
   gemini_status_t (*all_reduce)(void *self, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t reduce,
                                 void *stream, const char *label);
   /* Brings `bytes` bytes of each rank to all, in host memory: all_out gets them in the order of ranks. Blocks. */

@@ -31,14 +31,25 @@ static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint3
   const gmi_comm_t *c = &((hybrid_t *)self)->inside;
   return c->ops->broadcast(c->self, buffer, bytes, root, stream, label);
 }
-static gemini_status_t reduce_scatter(void *self, void *buffer, uint64_t slice_count, uint32_t dtype, gmi_reduce_t how,
-                                      void *stream, const char *label) {
-  const hybrid_t *h = self;
-  gemini_status_t status =
-      h->inside.ops->reduce_scatter(h->inside.self, buffer, slice_count, dtype, how, stream, label);
-  if (status) return status;
+/* Adds this rank's slice, which has been added within the replica, over the replicas. */
+static gemini_status_t reduce_across(const hybrid_t *h, void *buffer, uint64_t slice_count, uint32_t dtype,
+                                     gmi_reduce_t how, void *stream, const char *label) {
   unsigned char *own = (unsigned char *)buffer + h->inside.rank * slice_count * gmi_dtype_bytes(dtype);
   return h->across.ops->all_reduce(h->across.self, own, slice_count, dtype, how, stream, label);
+}
+static gemini_status_t reduce_scatter(void *self, void *buffer, uint64_t slice_count, uint32_t dtype, gmi_reduce_t how,
+                                      void *stream, const char *label) {
+  const gmi_comm_t *c = &((hybrid_t *)self)->inside;
+  gemini_status_t status = c->ops->reduce_scatter(c->self, buffer, slice_count, dtype, how, stream, label);
+  return status ? status : reduce_across(self, buffer, slice_count, dtype, how, stream, label);
+}
+static gemini_status_t reduce_scatters(void *self, void *const *buffers, uint32_t count, uint64_t slice_count,
+                                       uint32_t dtype, gmi_reduce_t how, void *stream, const char *label) {
+  const gmi_comm_t *c = &((hybrid_t *)self)->inside;
+  gemini_status_t status = c->ops->reduce_scatters(c->self, buffers, count, slice_count, dtype, how, stream, label);
+  for (uint32_t i = 0; !status && i < count; i++)
+    status = reduce_across(self, buffers[i], slice_count, dtype, how, stream, label);
+  return status;
 }
 static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t how,
                                   void *stream, const char *label) {
@@ -87,6 +98,7 @@ static const gmi_comm_ops_t hybrid_ops = {
   .all_gathers = all_gathers,
   .broadcast = broadcast,
   .reduce_scatter = reduce_scatter,
+  .reduce_scatters = reduce_scatters,
   .all_reduce = all_reduce,
   .exchange = exchange,
   .poll = poll_failure,

@@ -373,30 +373,42 @@ static int nccl_type(uint32_t dtype) {
   }
 }
 
-static gemini_status_t reduce_by_nccl(nccl_t *n, const running_t *running, unsigned char *buffer, uint64_t count,
-                                      uint32_t dtype, bool scatter) {
+/* Of each buffer; several in one of NCCL's groups. */
+static gemini_status_t reduce_by_nccl(nccl_t *n, const running_t *running, void *const *buffers, uint32_t buffer_count,
+                                      uint64_t count, uint32_t dtype, bool scatter) {
   const gmi_nccl_library_t *library = n->library;
   const int type = nccl_type(dtype);
+  const char *function = "ncclGroupStart";
   gemini_status_t status = nccl_begin(n);
   if (status) return status;
-  nccl_result_t result = scatter ? library->reduce_scatter(buffer, buffer + n->rank * count * gmi_dtype_bytes(dtype),
-                                                           count, type, NCCL_SUM, n->comm, running->stream)
-                                 : library->all_reduce(buffer, buffer, count, type, NCCL_SUM, n->comm, running->stream);
+  nccl_result_t result = buffer_count > 1 ? library->group_start() : NCCL_SUCCESS;
+  const bool grouped = buffer_count > 1 && result == NCCL_SUCCESS;
+  for (uint32_t i = 0; i < buffer_count && result == NCCL_SUCCESS; i++) {
+    unsigned char *buffer = buffers[i];
+    function = scatter ? "ncclReduceScatter" : "ncclAllReduce";
+    result = scatter ? library->reduce_scatter(buffer, buffer + n->rank * count * gmi_dtype_bytes(dtype), count, type,
+                                               NCCL_SUM, n->comm, running->stream)
+                     : library->all_reduce(buffer, buffer, count, type, NCCL_SUM, n->comm, running->stream);
+  }
+  if (grouped) result = group_end(n, result, &function);
   nccl_end(n);
-  return gmi_nccl_ready(n, result, scatter ? "ncclReduceScatter" : "ncclAllReduce", running->what);
+  return gmi_nccl_ready(n, result, function, running->what);
 }
 
-static gemini_status_t reduce(nccl_t *n, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t how, bool scatter,
-                              void *stream, const char *label) {
+static gemini_status_t reduce(nccl_t *n, void *const *buffers, uint32_t buffer_count, uint64_t count, uint32_t dtype,
+                              gmi_reduce_t how, bool scatter, void *stream, const char *label) {
   running_t running;
   gemini_status_t status = gmi_reduce_check(dtype, how);
   if (status) return status;
   const uint32_t width = gmi_dtype_bytes(dtype);
-  if ((uintptr_t)buffer % width)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "buffer is %p, must be a multiple of a value's %u bytes", buffer, width);
-  if (n->ranks == 1 || !count) return gmi_first_failure(&n->failure);
-  BEGIN(n, &running, stream, label, "%s of %" PRIu64 " bytes", scatter ? "reduce-scatter" : "all-reduce",
-        count * width);
+  for (uint32_t i = 0; i < buffer_count; i++)
+    if ((uintptr_t)buffers[i] % width)
+      return gmi_fail(GEMINI_ERR_INVALID, 0, "buffer is %p, must be a multiple of a value's %u bytes", buffers[i],
+                      width);
+  if (n->ranks == 1 || !count || !buffer_count) return gmi_first_failure(&n->failure);
+  const char *name = scatter ? "reduce-scatter" : "all-reduce";
+  if (buffer_count == 1) BEGIN(n, &running, stream, label, "%s of %" PRIu64 " bytes", name, count * width);
+  else BEGIN(n, &running, stream, label, "%u %ss of %" PRIu64 " bytes", buffer_count, name, count * width);
   status = collective_begin(n, &running);
   bool ordered = n->rank_order || how == GMI_REDUCE_MAX; /* NCCL's own maximum drops NaN */
   if (!status && ordered && !running.watched) {
@@ -406,17 +418,22 @@ static gemini_status_t reduce(nccl_t *n, void *buffer, uint64_t count, uint32_t 
                     " cannot become part of a graph",
                     running.what);
   }
-  if (!status && ordered) status = reduce_in_order(n, &running, buffer, count, dtype, how, scatter);
-  else if (!status) status = reduce_by_nccl(n, &running, buffer, count, dtype, scatter);
+  for (uint32_t i = 0; i < buffer_count && !status && ordered; i++)
+    status = reduce_in_order(n, &running, buffers[i], count, dtype, how, scatter);
+  if (!status && !ordered) status = reduce_by_nccl(n, &running, buffers, buffer_count, count, dtype, scatter);
   return collective_end(n, &running, status);
 }
 static gemini_status_t reduce_scatter(void *self, void *buffer, uint64_t slice_count_, uint32_t dtype, gmi_reduce_t how,
                                       void *stream, const char *label) {
-  return reduce(self, buffer, slice_count_, dtype, how, true, stream, label);
+  return reduce(self, &buffer, 1, slice_count_, dtype, how, true, stream, label);
+}
+static gemini_status_t reduce_scatters(void *self, void *const *buffers, uint32_t buffer_count, uint64_t slice_count_,
+                                       uint32_t dtype, gmi_reduce_t how, void *stream, const char *label) {
+  return reduce(self, buffers, buffer_count, slice_count_, dtype, how, true, stream, label);
 }
 static gemini_status_t all_reduce(void *self, void *buffer, uint64_t count, uint32_t dtype, gmi_reduce_t how,
                                   void *stream, const char *label) {
-  return reduce(self, buffer, count, dtype, how, false, stream, label);
+  return reduce(self, &buffer, 1, count, dtype, how, false, stream, label);
 }
 
 /* ---- exchanges */
@@ -508,6 +525,7 @@ const gmi_comm_ops_t gmi_nccl_ops = {
   .all_gathers = all_gathers,
   .broadcast = broadcast,
   .reduce_scatter = reduce_scatter,
+  .reduce_scatters = reduce_scatters,
   .all_reduce = all_reduce,
   .exchange = exchange,
   .poll = poll_failure,

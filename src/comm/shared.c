@@ -573,14 +573,16 @@ static gemini_status_t wait_joined(shared_t *s) {
   region_t *region = s->region;
   uint64_t begin = gmi_now_ns();
   uint32_t joined;
-  while ((joined = atomic_load_explicit(&region->joined, memory_order_acquire)) < s->ranks) {
-    gemini_status_t status = failure(region);
+  for (;;) { /* looks once at least: one of those that had joined may have ended before this rank came */
+    joined = atomic_load_explicit(&region->joined, memory_order_acquire);
+    gemini_status_t status = joined < s->ranks ? failure(region) : GEMINI_OK; /* else calls report it */
     if (status) return status;
     for (uint32_t r = 0; r < s->ranks; r++) {
       const member_t *member = &region->members[r];
       if (atomic_load_explicit(&member->state, memory_order_acquire) == JOINED && has_ended(member->pid, member->start))
         return fail_all(s, "rank %u (process %u) has ended before all ranks joined", r, member->pid);
     }
+    if (joined >= s->ranks) break;
     if (gmi_now_ns() - begin >= s->deadline_ns) {
       char missing[160];
       say_missing(region, missing, sizeof missing);

@@ -428,15 +428,18 @@ typedef struct gmi_manager {
     struct gmi_graph *op_of;          /* the graph in whose capture an operator is open, or NULL */
   } graphs;
 
-  struct { /* chunk/group.c, chunk/shard.c */
+  struct { /* chunk/group.c, chunk/shard.c, chunk/sums.c */
     struct gmi_group *at[GMI_GROUPS];
-    uint64_t generations[GMI_GROUPS];        /* of the latest group with each index */
-    uint32_t frames, gradient_frames;        /* of chunks of sharded arenas; those of gradients among them */
-    uint32_t peak_op;                        /* peak of frames and pages in use, together, since the op began */
-    uint64_t gather_streams, reduce_streams; /* bit per stream */
-    uint32_t batches;                        /* open gmi_gather_batch_begin() */
-    uint64_t batch_streams;                  /* bit per stream: gathers of the open batches are on it, or held back */
-    uint64_t held_streams;                   /* bit per stream: gathers wait to be queued on it */
+    uint64_t generations[GMI_GROUPS];                /* of the latest group with each index */
+    uint32_t frames, gradient_frames;                /* of chunks of sharded arenas; those of gradients among them */
+    uint32_t peak_op;                                /* peak of frames and pages in use, together, since the op began */
+    _Atomic uint64_t gather_streams, reduce_streams; /* Atomic: bit per stream; written under the lock */
+    /* Atomic: who this process is in a group, for dumps without the lock: its rank, how many ranks there are, and how
+     * many in a replica, from the lowest 16 bits up; 0: there is no such group. Written under the lock */
+    _Atomic uint64_t who[GMI_GROUPS];
+    uint32_t batches;       /* open gmi_gather_batch_begin() */
+    uint64_t batch_streams; /* bit per stream: gathers of the open batches are on it, or held back */
+    uint64_t held_streams;  /* bit per stream: gathers wait to be queued on it */
     /* Constant: queues what waits for a stream of held_streams, of which the bit is then 0, also after a failure */
     gemini_status_t (*queue_held)(struct gmi_manager *m, uint32_t stream);
     /* Constant: the failure of a group, for waits for its streams; GEMINI_OK: no group has failed */

@@ -73,7 +73,8 @@ typedef struct gmi_advice {
   uint64_t (*cache_rank)(struct gmi_manager *m, const struct gmi_chunk *c);
   /* The number of the running iteration if its plan leaves frames to chunks of chosen operators; otherwise 0. */
   uint64_t (*cache_pass)(struct gmi_manager *m);
-  /* Does the plan run this piece of the update on the device? Position of the first next use of the piece's chunks. */
+  /* Is this piece of the update to run on the device, by the plan or, without one, for want of room below? Position of
+   * the first next use of the piece's chunks. */
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   /* Is it worth computing ahead, on the host, what begins at this element of the arena, in an update that this
@@ -82,6 +83,8 @@ typedef struct gmi_advice {
   /* Do gathered chunks stay when their operator ends, because it is known which ones will leave for others? The same on
    * all ranks. */
   bool (*gathers_follow)(struct gmi_manager *m, uint32_t group);
+  /* The open operator is about to gather chunks on demand: what was gathered ahead for another one may leave now. */
+  gemini_status_t (*gathers_meet)(struct gmi_manager *m);
 } gmi_advice_t;
 
 #endif

@@ -3,11 +3,13 @@
  *
  * Each blocked thread links a record on its own stack into the list, under watch.lock. The watchdog thread wakes up
  * after each quarter of the time limit (at least once a second), logs waits that have exceeded the limit, and logs a
- * wait again whenever its time has doubled. The dump runs on its caller's thread. */
+ * wait again whenever its time has doubled. With the first report of a wait it logs the manager's state, as the dump
+ * writes it, line by line. The dump runs on its caller's thread. */
 #include "core/watch.h"
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -35,10 +37,10 @@ static uint32_t thread_number(void) {
 void gmi_watch_forked(void) { this_thread = 0; }
 
 /* ---- waits */
-void gmi_wait_begin(gmi_manager_t *m, gmi_wait_t *wait, const char *function, gmi_wait_kind_t kind, uint64_t number) {
+static void begin(gmi_manager_t *m, gmi_wait_t *wait) {
   gmi_watch_t *watch = &m->watch;
-  *wait = (gmi_wait_t){ .function = function, .kind = kind, .number = number, .thread = thread_number() };
-  if (!function) {
+  wait->thread = thread_number();
+  if (!wait->function) {
     wait->has_lock = true;
     wait->function = atomic_load_explicit(&watch->holder, memory_order_relaxed);
   }
@@ -48,6 +50,17 @@ void gmi_wait_begin(gmi_manager_t *m, gmi_wait_t *wait, const char *function, gm
   if (watch->first) watch->first->previous = wait;
   watch->first = wait;
   pthread_mutex_unlock(&watch->lock);
+}
+void gmi_wait_begin(gmi_manager_t *m, gmi_wait_t *wait, const char *function, gmi_wait_kind_t kind, uint64_t number) {
+  *wait = (gmi_wait_t){ .function = function, .kind = kind, .number = number };
+  begin(m, wait);
+}
+void gmi_wait_for_ranks(gmi_manager_t *m, gmi_wait_t *wait, const char *function, uint32_t rank, const char *what,
+                        const char *label) {
+  *wait = (gmi_wait_t){
+    .function = function, .kind = GMI_WAIT_RANKS, .number = rank, .what = what, .label = label && *label ? label : NULL
+  };
+  begin(m, wait);
 }
 
 void gmi_wait_end(gmi_manager_t *m, gmi_wait_t *wait) {
@@ -84,12 +97,12 @@ static void name_thread(uint32_t thread, char text_out[THREAD_TEXT]) {
 }
 
 const char *gmi_stream_job(gmi_manager_t *m, uint32_t stream) {
-  return stream == gmi_link_in(m)->stream         ? "copies to the device"
-         : stream == gmi_link_out(m)->stream      ? "copies from the device"
-         : stream == m->update.stream             ? "updates on the device"
-         : m->groups.gather_streams >> stream & 1 ? "gathers of chunks"
-         : m->groups.reduce_streams >> stream & 1 ? "sums of gradients"
-                                                  : NULL;
+  return stream == gmi_link_in(m)->stream                       ? "copies to the device"
+         : stream == gmi_link_out(m)->stream                    ? "copies from the device"
+         : stream == m->update.stream                           ? "updates on the device"
+         : atomic_load(&m->groups.gather_streams) >> stream & 1 ? "gathers chunks"
+         : atomic_load(&m->groups.reduce_streams) >> stream & 1 ? "adds gradients"
+                                                                : NULL;
 }
 
 static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_out[LINE]) {
@@ -123,7 +136,11 @@ static void describe_object(gmi_manager_t *m, const gmi_wait_t *wait, char text_
   case GMI_WAIT_TEXT: snprintf(text_out, LINE, "the file of a trace or a timeline"); break;
   case GMI_WAIT_SPACE: snprintf(text_out, LINE, "space in files to be reserved or given back"); break;
   case GMI_WAIT_DRIVER: snprintf(text_out, LINE, "the device to change its memory or its streams"); break;
-  case GMI_WAIT_RANKS: snprintf(text_out, LINE, "the other ranks of its group, as rank %" PRIu64, wait->number); break;
+  case GMI_WAIT_RANKS:
+    snprintf(text_out, LINE, "the other ranks of its group, as rank %" PRIu64 "%s%s%s%s", wait->number,
+             wait->what ? ", in " : "", wait->what ? wait->what : "", wait->label ? " for " : "",
+             wait->label ? wait->label : "");
+    break;
   case GMI_WAIT_KINDS: *text_out = 0; break;
   }
 }
@@ -132,12 +149,33 @@ static void describe_wait(gmi_manager_t *m, const gmi_wait_t *wait, uint64_t now
   char thread[THREAD_TEXT], object[LINE];
   name_thread(wait->thread, thread);
   describe_object(m, wait, object);
-  snprintf(text_out, 2 * LINE, "thread %s has waited %.3f s in %s()%s for %s", thread,
-           (double)(now - wait->since_ns) / 1e9, wait->function, wait->has_lock ? ", with the manager's lock," : "",
-           object);
+  snprintf(text_out, 2 * LINE, "thread %s has waited %.3f s in %s%s%s for %s", thread,
+           (double)(now - wait->since_ns) / 1e9, wait->function, strchr(wait->function, ' ') ? "" : "()",
+           wait->has_lock ? ", with the manager's lock," : "", object);
 }
 
 /* ---- the watchdog */
+static void log_state(gmi_manager_t *m) {
+  char *text = NULL, line[2 * LINE];
+  size_t length = 0;
+  FILE *file = open_memstream(&text, &length);
+  pthread_mutex_lock(&m->watch.state_lock);
+  if (file && m->watch.write_state) m->watch.write_state(m, file);
+  else if (file) fputs("the manager is being closed, and no longer read\n", file);
+  pthread_mutex_unlock(&m->watch.state_lock);
+  if (!file || fclose(file)) {
+    free(text);
+    m->config.log_fn(m->config.log_user, GEMINI_LOG_WARNING, "watchdog: state: there is no memory for its text");
+    return;
+  }
+  for (char *rest = text, *at; (at = strsep(&rest, "\n"));) {
+    if (!*at) continue;
+    snprintf(line, sizeof line, "watchdog: state: %s", at);
+    m->config.log_fn(m->config.log_user, GEMINI_LOG_WARNING, line);
+  }
+  free(text);
+}
+
 static void *watchdog(void *user) {
   gmi_manager_t *m = user;
   gmi_watch_t *watch = &m->watch;
@@ -153,11 +191,13 @@ static void *watchdog(void *user) {
     static const char prefix[] = "watchdog: ";
     char texts[TOLD_AT_ONCE][sizeof prefix + 2 * LINE];
     uint32_t count = 0;
+    bool first = false; /* a wait is reported for the first time */
     uint64_t now = gmi_now_ns();
     for (gmi_wait_t *c = watch->first; c && count < TOLD_AT_ONCE && !watch->stop; c = c->next) {
       uint64_t waited = now - c->since_ns;
       if (waited < limit || (c->told_ns && waited < 2 * c->told_ns))
         continue; /* reports at limit, 2 limit, 4 limit... */
+      first = first || !c->told_ns;
       c->told_ns = waited;
       memcpy(texts[count], prefix, sizeof prefix);
       describe_wait(m, c, now, texts[count++] + sizeof prefix - 1);
@@ -165,6 +205,7 @@ static void *watchdog(void *user) {
     if (!count) continue;
     pthread_mutex_unlock(&watch->lock); /* the log callback may call the library, which takes the lock for its waits */
     for (uint32_t i = 0; i < count; i++) m->config.log_fn(m->config.log_user, GEMINI_LOG_WARNING, texts[i]);
+    if (first) log_state(m); /* behind what does not depend on it */
     pthread_mutex_lock(&watch->lock);
   }
   pthread_mutex_unlock(&watch->lock);
@@ -178,13 +219,21 @@ void gmi_watch_init(gmi_manager_t *m) {
   pthread_cond_init(&m->watch.stopped, &monotonic);
   pthread_condattr_destroy(&monotonic);
   pthread_mutex_init(&m->watch.lock, NULL);
+  pthread_mutex_init(&m->watch.state_lock, NULL);
 }
 
-gemini_status_t gmi_watchdog_start(gmi_manager_t *m) {
+gemini_status_t gmi_watchdog_start(gmi_manager_t *m, void (*write_state)(gmi_manager_t *m, FILE *file)) {
   if (!m->config.watchdog_ns) return GEMINI_OK;
+  m->watch.write_state = write_state;
   int error = gmi_thread_start(&m->watch.thread, watchdog, m);
   m->watch.runs = !error;
   return error ? gmi_fail(GEMINI_ERR_OOM_SYSTEM, error, "could not start the watchdog's thread") : GEMINI_OK;
+}
+
+void gmi_watchdog_blind(gmi_manager_t *m) {
+  pthread_mutex_lock(&m->watch.state_lock);
+  m->watch.write_state = NULL;
+  pthread_mutex_unlock(&m->watch.state_lock);
 }
 
 void gmi_watchdog_stop(gmi_manager_t *m) {
@@ -200,6 +249,7 @@ void gmi_watchdog_stop(gmi_manager_t *m) {
 void gmi_watch_destroy(gmi_manager_t *m) {
   pthread_cond_destroy(&m->watch.stopped);
   pthread_mutex_destroy(&m->watch.lock);
+  pthread_mutex_destroy(&m->watch.state_lock);
 }
 
 /* ---- for the dump */

@@ -38,27 +38,33 @@ typedef enum gmi_wait_kind {
 /* A wait under way, on the stack of the waiting thread. Guarded by watch.lock while it is in the list. */
 typedef struct gmi_wait {
   struct gmi_wait *next, *previous;
-  const char *function; /* the public function that waits; static storage */
+  const char *function; /* the public function that waits, or in words (with a blank) what does; static storage */
   gmi_wait_kind_t kind;
+  const char *what, *label;   /* RANKS: the sort of call (static storage), and what it is for; both NULL: not known */
   uint32_t thread;            /* thread id (gettid) */
   uint64_t number;            /* as described at the kind; 0 for kinds without a number */
   uint64_t since_ns, told_ns; /* told_ns: length of the wait when the watchdog last reported it; 0 = not yet */
   bool has_lock;              /* the thread holds the manager's lock during the wait */
 } gmi_wait_t;
 
+struct gmi_manager;
 typedef struct gmi_watch {
   pthread_mutex_t lock; /* guards the list of waits and stop; taken after the manager's lock */
   gmi_wait_t *first;
   const char *_Atomic holder; /* Atomic: function that last took the manager's lock; relaxed, see gmi_watch_locked() */
   pthread_cond_t stopped;
   pthread_t thread; /* the watchdog */
+  /* Writes the manager's state in words, one fact a line, and waits for nothing but locks that are held for moments.
+   * NULL: the manager is being taken apart. Guarded by state_lock, which is held while it runs and taken first. */
+  void (*write_state)(struct gmi_manager *m, FILE *file);
+  pthread_mutex_t state_lock;
   bool runs, stop;
 } gmi_watch_t;
 
-struct gmi_manager;
 void gmi_watch_init(struct gmi_manager *m);
-gemini_status_t gmi_watchdog_start(struct gmi_manager *m);
-void gmi_watchdog_stop(struct gmi_manager *m); /* joins the watchdog: it sends no log after this returns */
+gemini_status_t gmi_watchdog_start(struct gmi_manager *m, void (*write_state)(struct gmi_manager *m, FILE *file));
+void gmi_watchdog_blind(struct gmi_manager *m); /* it reads nothing but waits after this returns */
+void gmi_watchdog_stop(struct gmi_manager *m);  /* joins the watchdog: it sends no log after this returns */
 void gmi_watch_destroy(struct gmi_manager *m);
 void gmi_watch_forked(void); /* called in a forked child, where the thread has another id */
 
@@ -66,6 +72,10 @@ void gmi_watch_forked(void); /* called in a forked child, where the thread has a
  * took the lock. */
 void gmi_wait_begin(struct gmi_manager *m, gmi_wait_t *wait, const char *function, gmi_wait_kind_t kind,
                     uint64_t number);
+/* The same for other ranks, as this one. what, label: of the call that all of them make; label may be NULL, else it
+ * stays until the wait has ended. */
+void gmi_wait_for_ranks(struct gmi_manager *m, gmi_wait_t *wait, const char *function, uint32_t rank, const char *what,
+                        const char *label);
 void gmi_wait_end(struct gmi_manager *m, gmi_wait_t *wait);
 /* This thread has taken the manager's lock. Relaxed: the holder reads it for its own reports and for those of other
  * threads. A reader without the lock may get another holder's; it prints text for people. */

@@ -66,6 +66,8 @@ typedef struct gmi_workers {
   double ns_per_element; /* of an update and one worker, running mean */
   uint64_t samples;
   gmi_manager_t *m;
+  bool bound; /* to these cores */
+  cpu_set_t cores;
   bool recording;
   uint32_t interval_count;
   gmi_workers_interval_t intervals[INTERVALS_LIMIT];
@@ -319,6 +321,7 @@ static void finish(gmi_workers_t *l, gmi_job_t *job) {
 static void *work(void *user) {
   worker_t *me = user;
   gmi_workers_t *l = me->workers;
+  if (l->bound) sched_setaffinity(0, sizeof l->cores, &l->cores); /* refused: it runs where the process may */
   pthread_mutex_lock(&l->lock);
   while (!l->stop || l->first) {
     gmi_job_t *job = pick(l);
@@ -340,7 +343,16 @@ static long usable_cores(void) {
   return sched_getaffinity(0, sizeof set, &set) ? sysconf(_SC_NPROCESSORS_ONLN) : CPU_COUNT(&set);
 }
 
-gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
+/* With more workers than there are cores near, as by default of a process that may use the whole machine, all cores
+ * serve. */
+static void bind_to(gmi_workers_t *l, const cpu_set_t *near, uint32_t threads) {
+  l->bound = near && (uint32_t)CPU_COUNT(near) >= threads;
+  if (!l->bound) return;
+  l->cores = *near;
+  gmi_log(l->m, GEMINI_LOG_INFO, "%u update workers on %d cores near the host tier's memory", threads, CPU_COUNT(near));
+}
+
+gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads, const cpu_set_t *near) {
   if (!threads) {
     long cores = usable_cores();
     threads = cores > WORKERS_LIMIT ? WORKERS_LIMIT : cores > 1 ? (uint32_t)cores - 1 : 1;
@@ -352,6 +364,7 @@ gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads) {
   pthread_cond_init(&l->done, NULL);
   l->m = m;
   m->update.workers = l;
+  bind_to(l, near, threads);
   for (; l->thread_count < threads; l->thread_count++) {
     worker_t *c = &l->workers[l->thread_count];
     *c = (worker_t){ .workers = l, .index = l->thread_count };
@@ -507,5 +520,6 @@ gemini_status_t gmi_workers_failure(gmi_manager_t *m) {
   gemini_status_t failure = m->update.workers->failure;
   pthread_mutex_unlock(&m->update.workers->lock);
   if (!failure) return GEMINI_OK;
+  if (failure == GEMINI_ERR_DEVICE && m->groups.failure(m)) return GEMINI_ERR_PEER; /* its message names the rank */
   return gmi_fail(failure, m->update.workers->failure_code, "%s", m->update.workers->failure_text);
 }

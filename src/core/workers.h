@@ -3,6 +3,8 @@
 #ifndef GMI_WORKERS_H
 #define GMI_WORKERS_H
 
+#include <sched.h>
+
 #include "core/manager.h"
 
 /* What becomes of a job that is speculated: shared by the job and the record of what is speculated, and freed with the
@@ -55,7 +57,9 @@ struct gmi_job {
   uint32_t state, reserved;
 };
 enum { GMI_WORKERS_SLICE = 1 << 18 }; /* most elements in one slice: some 7 MB of memory, less than a millisecond */
-gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads);
+/* near: the cores next to the host tier's memory, and so to the GPU, on which updates run fastest; NULL: not known. The
+ * workers run there if there are as many. Borrowed until return. Called with the manager's lock held. */
+gemini_status_t gmi_workers_open(gmi_manager_t *m, uint32_t threads, const cpu_set_t *near);
 void gmi_workers_close(gmi_manager_t *m);                /* finishes all queued jobs, then joins the threads */
 void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job); /* owns the job, one allocation, and frees it when done */
 uint64_t gmi_workers_pending(gmi_manager_t *m);
@@ -77,8 +81,9 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
 void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
                   const gemini_update_span_t *span, gmi_attempt_t *attempt);
 double gmi_workers_ns_per_element(gmi_manager_t *m); /* of updates */
-gemini_status_t gmi_workers_failure(
-    gmi_manager_t *m); /* of an update; permanent, as the bytes are wrong from then on */
+/* Of an update; permanent, as the bytes are wrong from then on. PEER, with the rank's name, if a group has failed, too,
+ * as the work that an update waited for was the group's. The manager's lock. */
+gemini_status_t gmi_workers_failure(gmi_manager_t *m);
 /* For timelines: when workers ran. gmi_workers_recorded() removes the oldest intervals and returns them; intervals
  * beyond the limit of the table are not recorded. */
 typedef struct gmi_workers_interval {

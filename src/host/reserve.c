@@ -58,8 +58,8 @@ struct gmi_reserve {
   uint64_t grain_count;
   uint32_t threads;
   bool bound;
-  bool cpus_known;
-  cpu_set_t cpus; /* for touching threads: the process's cores, of these the ones near the nodes if bound */
+  bool cpus_known, cpus_near;
+  cpu_set_t cpus; /* for touching threads: the process's cores, of these the ones near the nodes if cpus_near */
   char note[240];
   pthread_mutex_t lock;     /* guards what follows; what precedes does not change after open */
   uint64_t committed_bytes; /* Guarded by lock */
@@ -135,9 +135,11 @@ static void range_bind(gmi_reserve_t *r, const gmi_reserve_config_t *config) {
                                sizeof reason);
   if (!r->bound) note_add(r, "not bound to a NUMA node: %s", reason);
   cpu_set_t near;
-  if (r->bound && r->cpus_known && gmi_topology_cpus(config->topology, config->nodes, config->node_count, &near)) {
+  /* Also where the system refuses the policy, as containers do: pages lie near the core that touches them first. */
+  if (r->cpus_known && gmi_topology_cpus(config->topology, config->nodes, config->node_count, &near)) {
     CPU_AND(&near, &near, &r->cpus); /* never leave the cores that the process was given */
-    if (CPU_COUNT(&near)) r->cpus = near;
+    r->cpus_near = CPU_COUNT(&near) > 0;
+    if (r->cpus_near) r->cpus = near;
   }
 }
 
@@ -208,6 +210,10 @@ void gmi_reserve_close(gmi_reserve_t *r) {
 uint8_t *gmi_reserve_base(const gmi_reserve_t *r) { return r->base; }
 uint64_t gmi_reserve_size(const gmi_reserve_t *r) { return r->size_bytes; }
 uint64_t gmi_reserve_grain(const gmi_reserve_t *r) { return r->grain_bytes; }
+bool gmi_reserve_cores(const gmi_reserve_t *r, cpu_set_t *cores_out) {
+  if (r->cpus_near) *cores_out = r->cpus;
+  return r->cpus_near;
+}
 
 /* ---- first touch */
 

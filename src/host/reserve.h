@@ -9,6 +9,7 @@
 #ifndef GMI_RESERVE_H
 #define GMI_RESERVE_H
 
+#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -51,6 +52,9 @@ uint64_t gmi_reserve_size(const gmi_reserve_t *reserve);
 /* Parts begin and end at multiples of a grain, which is a huge page or a page, or at the end of the range. Smaller
  * parts make no sense: a huge page of which a part is given back stays whole until the system runs short of memory. */
 uint64_t gmi_reserve_grain(const gmi_reserve_t *reserve);
+/* The cores of the process that are next to the nodes that the memory is to lie on. False: none are, or no nodes were
+ * named; *cores_out is as it was. */
+bool gmi_reserve_cores(const gmi_reserve_t *reserve, cpu_set_t *cores_out);
 
 /* Makes every page of a part exist. Grains that are committed already keep their bytes. Large parts are touched by
  * several threads. OOM_HOST: the system did not promise or provide the memory; INVALID: not a part of the range;

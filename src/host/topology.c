@@ -548,6 +548,7 @@ bool gmi_topology_bind(const gmi_topology_t *t, void *begin, uint64_t size_bytes
 
 bool gmi_topology_cpus(const gmi_topology_t *t, const uint32_t *nodes, uint32_t node_count, cpu_set_t *cpus_out) {
   CPU_ZERO(cpus_out);
+  if (!hwloc_topology_is_thissystem(t->hwloc)) return false;
   for (uint32_t i = 0; i < node_count; i++) {
     if (nodes[i] >= t->objects[GEMINI_OBJECT_NODE].count) return false;
     hwloc_obj_t obj = t->objects[GEMINI_OBJECT_NODE].items[nodes[i]].obj;

@@ -43,7 +43,8 @@ uint32_t gmi_topology_node_of(const gmi_topology_t *topology, const uint32_t *di
  * system refuses, or the topology is not this machine's; reason says why. */
 bool gmi_topology_bind(const gmi_topology_t *topology, void *begin, uint64_t size_bytes, const uint32_t *nodes,
                        uint32_t node_count, char *reason, size_t reason_size);
-/* The processors of these nodes. False: they have none, or one has a number that cpu_set_t cannot hold. */
+/* The processors of these nodes. False: they have none, one has a number that cpu_set_t cannot hold, or the topology is
+ * not this machine's. */
 bool gmi_topology_cpus(const gmi_topology_t *topology, const uint32_t *nodes, uint32_t node_count, cpu_set_t *cpus_out);
 
 #endif

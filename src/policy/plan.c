@@ -396,6 +396,23 @@ static uint32_t count_that_fits(planner_t *p) {
   return low;
 }
 
+/* The least number of pieces on the device, at most `most`, with whose states there the host and files have room for
+ * all other chunks, and for those of a piece that come while others have yet to leave. */
+static uint32_t count_that_must(planner_t *p, uint32_t most) {
+  const gmi_plan_input_t *input = p->input;
+  const uint32_t largest = gmi_plan_largest_piece(input);
+  uint32_t count = 0;
+  if (!input->home_slots) return 0;
+  for (;; hold_states(p, p->order[count++])) {
+    uint64_t left = largest;
+    for (uint32_t c = 0; c < input->chunk_count; c++) left += p->held[c] != 2;
+    if (left <= input->home_slots || count == most) break;
+  }
+  for (uint32_t c = 0; c < input->chunk_count; c++) p->held[c] = p->held[c] == 1;
+  p->model_count = NONE; /* held no longer matches the model */
+  return count;
+}
+
 /* Fills order with the pieces that fit on the device at all, those whose chunks are needed again soonest first: on
  * the host their write-back, update and fetch have the least time to hide. */
 static void find_order(planner_t *p) {
@@ -431,7 +448,7 @@ static gemini_status_t plan_all(planner_t *p, bool *done_out) {
 
 /* AUTO: searches the number of device pieces with the shortest predicted time. fits is the number of pieces whose
  * states can stay on the device for good.
- * 1. Tries 0, with all reductions.
+ * 1. Tries 0, with all reductions; if host and files are short of room, the least number that leaves them enough.
  * 2. Tries fits, quarters of it, all, and halfway between fits and all. With more than fits pieces on the device some
  *    states come and go. If the host is short of room, all is fits.
  * 3. Tries halfway between the best count and its neighbours, until they are adjacent or the work is used up.
@@ -441,12 +458,13 @@ static gemini_status_t plan_auto(planner_t *p) {
   gemini_status_t status = plan_all(p, &done);
   if (status != GEMINI_OK || done) return status;
   uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
+  const uint32_t least = count_that_must(p, fits), over = fits - least;
   const uint32_t grid[] = {
-    fits, fits / 2, all, fits / 4, (uint32_t)(((uint64_t)fits * 3) / 4), fits + (all - fits) / 2
+    fits, least + over / 2, all, least + over / 4, least + (uint32_t)(((uint64_t)over * 3) / 4), fits + (all - fits) / 2
   };
-  status = try_reductions(p, 0, WORK_LIMIT / 4 * 3);
+  status = try_reductions(p, least, WORK_LIMIT / 4 * 3);
   uint32_t reduce = p->best.reduce; /* a reduction that suits no device pieces is a reasonable start with some */
-  tried[count++] = 0;
+  tried[count++] = least;
   for (uint32_t i = 0; i < sizeof grid / sizeof *grid && status == GEMINI_OK && may_go_on(p, 0); i++) {
     bool known = false, kept;
     for (uint32_t j = 0; j < count; j++) known = known || tried[j] == grid[i];

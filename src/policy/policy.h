@@ -13,7 +13,9 @@
  *  - on the device: the piece needs its shared chunks and its *state* chunks (master, momentum, variance) on the
  *    device.
  * State chunks that no op touches and whose pieces all run on the host never visit the device. If the host lacks room
- * for all state chunks, the states of as many pieces as necessary are read from files for each update and written back.
+ * for all state chunks, the states of as many pieces as necessary are read from files for each update and written back,
+ * and those of device pieces stay on the device for good; if files lack room, too, there are as many device pieces as
+ * that takes, or as fit.
  *
  * Stages. An op and the device pieces after it, in order of piece index, follow one another on the compute stream. Each
  * of them is a stage. The frames that non-model memory holds during the op stay taken during the pieces after it. The
@@ -103,18 +105,28 @@ typedef struct gmi_plan_input {
   uint64_t fetch_ns, evict_ns;     /* duration of one chunk's copy, host to device and device to host */
   /* from the end of a piece's work until its results count as done: each worker finishes other work first */
   uint64_t host_delay_ns;
-  uint32_t host_slots; /* chunks that fit on the host; set only when there is a file tier below. 0: all chunks fit */
+  uint32_t host_slots; /* chunks that fit on the host; set only when not all bytes must fit there. 0: all chunks fit */
   /* pieces whose states may be read, updated and written at the same time when the states are in files */
   uint32_t host_pieces_ahead;
   uint32_t spare_slots;                 /* of the host, for the new values of pieces that are computed ahead */
   uint64_t file_read_ns, file_write_ns; /* duration of one chunk; reads and writes share the bandwidth of the files */
   uint32_t placement;                   /* GEMINI_PLACEMENT_*, below GMI_PLACEMENTS */
-  uint32_t reserved;
+  uint32_t home_slots; /* chunks that fit on the host and in files together; with AUTO the states of as many pieces stay
+                        * on the device as have no room there. 0: all chunks fit */
   uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */
   gmi_plan_groups_t groups;
 } gmi_plan_input_t;
+/* The most chunks of a piece. */
+static inline uint32_t gmi_plan_largest_piece(const gmi_plan_input_t *input) {
+  uint32_t largest = 0;
+  for (uint32_t i = 0; i < input->piece_count; i++) {
+    const uint32_t chunks = input->pieces[i + 1].chunk_first - input->pieces[i].chunk_first;
+    if (chunks > largest) largest = chunks;
+  }
+  return largest;
+}
 
 #define GMI_NO_PIECE UINT32_MAX
 typedef struct gmi_plan_move {

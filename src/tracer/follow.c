@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk/host.h"
 #include "chunk/update.h"
 #include "tracer/variants.h"
 
@@ -323,9 +324,12 @@ void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);
   if (v) plan_evict(m, v, v->bundle.input.pieces[piece].after_op, piece);
 }
+/* Without a plan pieces run on the host, as the device's memory may be needed for operators that are not known yet. But
+ * if host and files have no room for all bytes, they run on the device, where states then stay until their frames are
+ * needed: what they leave free on the host is the room into which they are evicted. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   variant_t *v = planned_piece(m, index, &piece);
-  return v && v->bundle.plan.piece_on_device[piece];
+  return v ? v->bundle.plan.piece_on_device[piece] : gmi_home_is_short(m);
 }
 /* Notes in which op a piece could have been computed ahead. Without memory the plan knows less. */
 static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {

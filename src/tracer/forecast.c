@@ -85,19 +85,20 @@ static gemini_status_t zeros_fetched(gmi_manager_t *m, const gmi_trace_t *trace,
   return GEMINI_OK;
 }
 
-/* What the tiers below the device need. Of files, blocks are as large as slots. */
-static void below_device(const gmi_manager_t *m, const gmi_plan_input_t *in, gemini_forecast_t *f) {
-  const uint64_t slot_bytes = gmi_slot_bytes(m), all = in->chunk_count * slot_bytes;
+/* What the tiers below the device need. Of files, blocks are as large as slots. States that stay on the device because
+ * these tiers lack room need none there. */
+static void below_device(const gmi_manager_t *m, const gmi_plan_bundle_t *b, gemini_forecast_t *f) {
+  const gmi_plan_input_t *in = &b->input;
+  const uint64_t slot_bytes = gmi_slot_bytes(m);
   const uint64_t host = m->config.host_bytes - m->config.host_bytes % slot_bytes;
   const uint64_t file = m->config.file_bytes - m->config.file_bytes % slot_bytes;
-  uint64_t piece = 0; /* with files: a piece's chunks are on the host at once */
-  for (uint32_t i = 0; i < in->piece_count; i++) {
-    uint64_t chunks = in->pieces[i + 1].chunk_first - in->pieces[i].chunk_first;
-    if (chunks > piece) piece = chunks;
-  }
-  f->host_needed = missing(all, file);
+  const uint64_t piece = gmi_plan_largest_piece(in); /* with files: a piece's chunks are on the host at once */
+  uint64_t below = in->chunk_count;
+  for (uint32_t i = 0; in->home_slots && !f->lacks && i < in->chunk_count; i++)
+    below -= b->plan.stays[i] && in->chunk_kind[i] != GEMINI_KIND_PARAM && in->chunk_kind[i] != GEMINI_KIND_GRAD;
+  f->host_needed = missing(below * slot_bytes, file);
   if (f->host_needed < piece * slot_bytes) f->host_needed = piece * slot_bytes;
-  if (m->config.file_bytes) f->file_needed = missing(all, host);
+  if (m->config.file_bytes) f->file_needed = missing(below * slot_bytes, host);
   if (host < f->host_needed) f->lacks |= 1 << GEMINI_TIER_HOST;
   if (file < f->file_needed) f->lacks |= 1 << GEMINI_TIER_FILE;
 }
@@ -169,7 +170,7 @@ gemini_status_t gmi_trace_forecast(gmi_manager_t *m, const char *path, gemini_fo
     f.model_bytes = bundle.input.chunk_count * f.chunk_bytes;
     f.device_needed = m->config.device_margin_bytes + largest_op(&bundle.input) * gmi_frame_bytes(m);
     if (lacking || budget < f.device_needed) f.lacks = 1 << GEMINI_TIER_DEVICE;
-    below_device(m, &bundle.input, &f);
+    below_device(m, &bundle, &f);
     if (f.lacks & 1 << GEMINI_TIER_DEVICE) {
       text = calloc(1, 1);
       if (!text) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a forecast");

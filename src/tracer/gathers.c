@@ -17,60 +17,7 @@
 #include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
-#include "policy/policy.h"
-
-enum { KINDS = 4 };
-
-typedef struct {
-  uint64_t hash; /* of name and phase: equal names on all ranks have equal ones */
-  uint32_t use_first, use_count;
-  uint32_t op; /* its index in the trace of the iteration; ranks may differ in it */
-  uint32_t reserved;
-} op_t;
-/* Operators in order; a use is an arena's index << 32 | a chunk's, sorted and unique for each operator that has
- * ended. */
-typedef struct {
-  op_t *ops;
-  uint64_t *uses;
-  uint32_t op_count, op_capacity, use_count, use_capacity;
-} record_t;
-
-typedef struct {
-  uint64_t *chunks; /* [chunk_count] by their numbers in the plan */
-  uint32_t chunk_count, reserved;
-  gmi_gather_plan_t plan; /* empty: the group has none */
-  gmi_journal_t *journal; /* what the ranks compare of such an iteration; NULL: the group has no arenas */
-} group_plan_t;
-typedef struct {
-  bool used;
-  uint64_t last_used, runs;
-  record_t record;
-  group_plan_t groups[GMI_GROUPS];
-} kind_t;
-
-/* What the end of the iteration has done together with other ranks, which do it once. A call that fails keeps this, and
- * the next one goes on behind it. */
-typedef struct {
-  uint64_t *agreed; /* [count] values on which the ranks have agreed, in order */
-  uint64_t count, next;
-  uint32_t posted; /* bit per group */
-  bool done;       /* gmi_gathers_end() has succeeded; agreed is of gmi_gathers_choose() */
-} ending_t;
-
-typedef struct gmi_gathers {
-  record_t record;    /* of this iteration */
-  ending_t ending;    /* likewise */
-  uint32_t use_mark;  /* uses from here on are of the open operator */
-  uint64_t op_hash;   /* of the open operator */
-  uint32_t on_demand; /* bit per group: the last operator that began gathers its chunks when it acquires them */
-  bool lost;          /* no memory for the record: of this iteration, ranks have nothing to compare, and gave up */
-  bool noted;         /* the other ranks can see that this iteration has departed */
-  uint32_t active;    /* the kind that this iteration follows, or GMI_NONE */
-  uint64_t iterations;
-  uint32_t ended; /* the kind of the last iteration, or GMI_NONE */
-  bool ended_new; /* it took the record of that iteration */
-  kind_t kinds[KINDS];
-} gmi_gathers_t;
+#include "tracer/gathers_kinds.h"
 
 gemini_status_t gmi_gathers_open(gmi_gathers_t **gathers_out) {
   gmi_gathers_t *g = calloc(1, sizeof *g);
@@ -94,7 +41,6 @@ static void kind_clear(kind_t *kind) {
   }
   *kind = (kind_t){ 0 };
 }
-
 static void record_clear(gmi_gathers_t *g) {
   g->record.op_count = g->record.use_count = g->use_mark = 0;
   g->lost = false;
@@ -118,7 +64,6 @@ gemini_status_t gmi_gathers_may_go_on(const gmi_gathers_t *g) {
   if (!g->ending.posted && !g->ending.done) return GEMINI_OK;
   return gmi_fail(GEMINI_ERR_STATE, 0, "the iteration has begun to end: call gemini_iteration_end() again");
 }
-
 bool gmi_gathers_follow(const gmi_gathers_t *g, uint32_t group) {
   return g->active != GMI_NONE && !(g->on_demand >> group & 1);
 }
@@ -146,7 +91,7 @@ void gmi_gathers_touch(gmi_manager_t *m, gmi_gathers_t *g, uint32_t arena, uint6
     if (!use_add(&g->record, (uint64_t)arena << 32 | i)) g->lost = true;
 }
 
-static int by_use(const void *a, const void *b) {
+int gmi_gathers_by_use(const void *a, const void *b) {
   const uint64_t *x = a, *y = b;
   return *x < *y ? -1 : *x > *y;
 }
@@ -163,11 +108,16 @@ static bool agrees(const record_t *record, const kind_t *kind) {
     if (!same_op(record, &kind->record, i)) return false;
   return true;
 }
-/* The kind used last among those that agree with the record so far. */
-static uint32_t agreeing(const gmi_gathers_t *g) {
+/* Does the kind have the open operator here, by its name? Operators that gather nothing are not in it. */
+static bool has_here(const gmi_gathers_t *g, const kind_t *kind) {
+  return g->record.op_count < kind->record.op_count && kind->record.ops[g->record.op_count].hash == g->op_hash;
+}
+/* The kind used last among those that agree with the record so far, and, with open, with the open operator's name. */
+static uint32_t agreeing(const gmi_gathers_t *g, bool open) {
   uint32_t best = GMI_NONE;
   for (uint32_t i = 0; i < KINDS; i++)
-    if (agrees(&g->record, &g->kinds[i]) && (best == GMI_NONE || g->kinds[i].last_used > g->kinds[best].last_used))
+    if (agrees(&g->record, &g->kinds[i]) && (!open || has_here(g, &g->kinds[i])) &&
+        (best == GMI_NONE || g->kinds[i].last_used > g->kinds[best].last_used))
       best = i;
   return best;
 }
@@ -184,19 +134,20 @@ static void note(gmi_manager_t *m, const char *text) {
 void gmi_gathers_begin(gmi_manager_t *m, gmi_gathers_t *g) {
   record_clear(g);
   g->on_demand = 0;
-  g->active = agreeing(g);
+  g->active = agreeing(g, false);
   if (g->noted) note(m, "");
-  g->noted = false;
+  g->noted = g->changed = false;
 }
 
-/* The operator is not the one that the kind has here. */
-static void depart(gmi_manager_t *m, gmi_gathers_t *g) {
+/* The operator, open or the last one that has ended, is not the one that the kind has here. */
+static void depart(gmi_manager_t *m, gmi_gathers_t *g, bool open) {
   char text[GMI_COMM_LABEL_BYTES];
   const char *op = m->trace.advice->op_name(m);
   snprintf(text, sizeof text, "left the recorded order of operators in %s", op ? op : "?");
   if (!g->noted) note(m, text);
   g->noted = true;
-  g->active = agreeing(g);
+  g->active = agreeing(g, open);
+  g->changed = g->active != GMI_NONE;
 }
 
 /* Without its record this rank cannot do what the others do next: they hear of it now, not when a deadline ends. */
@@ -216,13 +167,13 @@ void gmi_gathers_op_end(gmi_manager_t *m, gmi_gathers_t *g, uint32_t index) {
   uint32_t first = g->use_mark, kept = first;
   if (g->lost) lose(m, g);
   if (r->use_count == first || g->lost) return;
-  qsort(r->uses + first, r->use_count - first, sizeof *r->uses, by_use);
+  qsort(r->uses + first, r->use_count - first, sizeof *r->uses, gmi_gathers_by_use);
   for (uint32_t i = first; i < r->use_count; i++)
     if (kept == first || r->uses[kept - 1] != r->uses[i]) r->uses[kept++] = r->uses[i];
   r->use_count = g->use_mark = kept;
   g->lost = !op_add(r, (op_t){ g->op_hash, first, kept - first, index, 0 });
   if (g->lost) lose(m, g);
-  else if (g->active != GMI_NONE && !agrees(r, &g->kinds[g->active])) depart(m, g);
+  else if (g->active != GMI_NONE && !agrees(r, &g->kinds[g->active])) depart(m, g, false);
 }
 
 /* ---- following a kind */
@@ -252,27 +203,56 @@ static gemini_status_t queue_gathers(gmi_manager_t *m, const group_plan_t *p, ui
   return status;
 }
 
-gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const char *name, uint32_t phase) {
+/* What another kind's plan has gathered, and this one does not have in front of operator op, leaves: no event of this
+ * plan would free its frames, which may be more than this kind of iteration can spare. */
+static gemini_status_t drop_unplanned(gmi_manager_t *m, const kind_t *kind, uint32_t group, uint32_t op) {
+  const group_plan_t *p = &kind->groups[group];
   gemini_status_t status = GEMINI_OK;
-  g->op_hash = gmi_hash_text(gmi_hash(GMI_HASH_NOTHING, phase), name);
-  g->on_demand = 0;
-  if (g->active == GMI_NONE) return GEMINI_OK;
+  if (!p->plan.event_first) return GEMINI_OK;
+  bool *has = calloc((size_t)p->chunk_count + 1, sizeof *has);
+  if (!has) return no_memory(&kind->record);
+  for (uint32_t e = 0; e < p->plan.event_first[op]; e++) has[p->plan.events[e].chunk] = !p->plan.events[e].leaves;
+  for (uint32_t i = 0; !status && i < m->frames.capacity; i++) {
+    gmi_chunk_t *c = m->frames.at[i].chunk;
+    if (!c || !gmi_chunk_is_gathered(m, c)) continue;
+    const gmi_arena_t *a = gmi_chunk_arena(m, c);
+    if (a->shard.group != group || gmi_arena_is_gradients(a) || gmi_gathered_stays(a)) continue;
+    const uint64_t *found = find_use(p->chunks, p->chunk_count, (uint64_t)a->index << 32 | c->index);
+    if (!found || !has[found - p->chunks]) status = gmi_gathered_evict(m, c);
+  }
+  free(has);
+  return status;
+}
+
+/* Queues the gathers of the open operator, the next one of the active kind. */
+static gemini_status_t follow(gmi_manager_t *m, gmi_gathers_t *g) {
+  gemini_status_t status = GEMINI_OK;
   const kind_t *kind = &g->kinds[g->active];
-  uint32_t op = g->record.op_count;
-  if (op >= kind->record.op_count || kind->record.ops[op].hash != g->op_hash) return GEMINI_OK;
+  const uint32_t op = g->record.op_count;
   for (uint32_t i = 0; i < GMI_GROUPS; i++)
     if (kind->groups[i].plan.event_first) g->on_demand |= (uint32_t)kind->groups[i].plan.on_demand[op] << i;
+  for (uint32_t i = 0; !status && g->changed && i < GMI_GROUPS; i++) status = drop_unplanned(m, kind, i, op);
+  g->changed &= status != GEMINI_OK;
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = prepare_gathers(m, &kind->groups[i], op);
   gmi_gather_batch_begin(m);
   for (uint32_t i = 0; !status && i < GMI_GROUPS; i++) status = queue_gathers(m, &kind->groups[i], op);
   return gmi_gather_batch_end(m, status, false);
 }
 
-/* ---- what the ranks compare */
-static gemini_status_t no_memory(const record_t *r) {
-  return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to plan the gathers of %u operators", r->op_count);
+gemini_status_t gmi_gathers_op_begin(gmi_manager_t *m, gmi_gathers_t *g, const char *name, uint32_t phase) {
+  g->op_hash = gmi_hash_text(gmi_hash(GMI_HASH_NOTHING, phase), name);
+  g->on_demand = 0;
+  return g->active != GMI_NONE && has_here(g, &g->kinds[g->active]) ? follow(m, g) : GEMINI_OK;
 }
 
+gemini_status_t gmi_gathers_meet(gmi_manager_t *m, gmi_gathers_t *g, uint32_t index) {
+  const bool ended = g->record.op_count && g->record.ops[g->record.op_count - 1].op == index; /* its end failed */
+  if (g->active == GMI_NONE || ended || has_here(g, &g->kinds[g->active])) return GEMINI_OK;
+  depart(m, g, true);
+  return g->active == GMI_NONE ? gmi_gathered_leave(m, false) : follow(m, g);
+}
+
+/* ---- what the ranks compare */
 static bool is_of(gmi_manager_t *m, uint64_t use, uint32_t group) {
   return gmi_arena_at(m, (uint32_t)(use >> 32))->shard.group == group;
 }
@@ -360,11 +340,6 @@ static gemini_status_t post(gmi_manager_t *m, gmi_gathers_t *g, const gmi_trace_
 }
 
 /* ---- a new kind */
-/* Of the iteration that ends. */
-static const record_t *record_of(const gmi_gathers_t *g) {
-  return g->ended != GMI_NONE && g->ended_new ? &g->kinds[g->ended].record : &g->record;
-}
-
 /* Each value becomes the least of all ranks', or with most the largest. An earlier call of the same end that agreed on
  * these values gives its results. */
 static gemini_status_t agree(gmi_manager_t *m, gmi_gathers_t *g, uint32_t group, uint64_t *values, uint32_t count,
@@ -413,7 +388,7 @@ static uint32_t number_chunks(gmi_manager_t *m, const record_t *r, uint32_t grou
     n->chunks[count++] = r->uses[i];
     n->input.stays |= gmi_gathered_stays(a);
   }
-  if (count) qsort(n->chunks, count, sizeof *n->chunks, by_use);
+  if (count) qsort(n->chunks, count, sizeof *n->chunks, gmi_gathers_by_use);
   for (uint32_t i = 0; i < count; i++)
     if (!i || n->chunks[i] != n->chunks[chunks - 1]) n->chunks[chunks++] = n->chunks[i];
   return chunks;
@@ -434,8 +409,7 @@ static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t grou
   for (uint32_t op = 0; op < r->op_count; op++) {
     n->use_first[op] = count;
     for (uint32_t k = 0; k < r->ops[op].use_count; k++) {
-      uint64_t use = r->uses[r->ops[op].use_first + k];
-      const uint64_t *found = chunks ? bsearch(&use, n->chunks, chunks, sizeof use, by_use) : NULL;
+      const uint64_t *found = find_use(n->chunks, chunks, r->uses[r->ops[op].use_first + k]);
       if (!found) continue;
       n->uses[count] = (uint32_t)(found - n->chunks);
       so_far += !seen[n->uses[count]];
@@ -454,22 +428,6 @@ static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t grou
 }
 
 /* ---- frames */
-/* The chunks of arenas that are not sharded that an op of the trace uses. Its uses are sorted. */
-static uint32_t other_chunks(const gmi_manager_t *m, const gmi_trace_t *trace, const gmi_trace_op_t *op) {
-  uint32_t count = 0, arena = GMI_NONE;
-  uint64_t next = 0; /* the first chunk of the arena that has not been counted */
-  for (uint32_t i = op->use_first; i < op->use_first + op->use_count; i++) {
-    const gmi_trace_use_t *use = &trace->uses[i];
-    if (!use->size) continue;
-    uint64_t first = use->offset >> m->cut.chunk_shift, end = ((use->offset + use->size - 1) >> m->cut.chunk_shift) + 1;
-    if (use->arena != arena) next = 0;
-    if (first < next) first = next;
-    if (end > first) count += (uint32_t)(end - first);
-    if (end > next) next = end;
-    arena = use->arena;
-  }
-  return count;
-}
 /* The operator of the trace at which what is gathered changes next after operator op of the record. */
 static uint32_t until(const record_t *r, uint32_t op, const gmi_trace_t *trace) {
   return op + 1 < r->op_count ? r->ops[op + 1].op : trace->op_count;
@@ -480,22 +438,27 @@ static uint32_t until(const record_t *r, uint32_t op, const gmi_trace_t *trace) 
 enum { SHARES = 5, HALF = 2 };
 
 /* How many frames a group's gathered chunks may take in an op: a share of what is free beside the op's own chunks and
- * all else that it, and the ops behind it that gather nothing, need at the same time. Where that does not fit, the
- * iteration has shown that it fits on demand: no frames. */
+ * all else that it, and the ops behind it that gather nothing, need at the same time, beside those that sums are to
+ * give back, and beside the states that have no room below (home). Where that does not fit, the iteration has shown
+ * that it fits on demand: no frames. */
 static uint64_t frames_of(gmi_manager_t *m, const record_t *r, const gmi_trace_t *trace, const numbered_t *groups,
-                          uint32_t group, uint32_t op, uint32_t share) {
-  uint64_t need = 0, count = 0;
+                          uint32_t group, uint32_t op, uint32_t share, uint64_t home) {
+  uint64_t need = 0, count = 0, sums = 0;
   for (uint32_t i = r->ops[op].op; i < until(r, op, trace); i++) {
-    const uint64_t others = trace->ops[i].heap_pages + (uint64_t)other_chunks(m, trace, &trace->ops[i]);
+    const uint64_t others = trace->ops[i].heap_pages + (uint64_t)gmi_trace_other_chunks(m, trace, &trace->ops[i]);
+    const uint64_t leaving = gmi_trace_sums_near(trace, i);
     if (others > need) need = others;
+    if (leaving > sums) sums = leaving;
   }
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     if (!groups[i].own) continue;
     need += groups[i].own[op];
     count++;
   }
+  need += home;
   if (need > m->frames.count) return 0;
-  const uint64_t frames = groups[group].own[op] + (m->frames.count - need) * share / (SHARES - 1) / count;
+  const uint64_t beside = m->frames.count - need, free = beside - gmi_frames_for_sums(sums, beside);
+  const uint64_t frames = groups[group].own[op] + free * share / (SHARES - 1) / count;
   return frames < groups[group].input.chunk_count ? frames : groups[group].input.chunk_count;
 }
 
@@ -506,7 +469,8 @@ static gemini_status_t plan_share(gmi_manager_t *m, gmi_gathers_t *g, const gmi_
   numbered_t *n = &groups[group];
   uint64_t *frames = calloc((uint64_t)r->op_count + 1, sizeof *frames);
   if (!frames) return no_memory(r);
-  for (uint32_t op = 0; op < r->op_count; op++) frames[op] = frames_of(m, r, trace, groups, group, op, share);
+  const uint64_t home = gmi_trace_home_frames(m, trace);
+  for (uint32_t op = 0; op < r->op_count; op++) frames[op] = frames_of(m, r, trace, groups, group, op, share, home);
   gemini_status_t status = agree(m, g, group, frames, r->op_count, false, "frames for gathers");
   for (uint32_t op = 0; op < r->op_count; op++) n->frames[op] = (uint32_t)frames[op];
   free(frames);
@@ -530,99 +494,6 @@ static void fill_gathered(const kind_t *kind, const record_t *r, gmi_trace_t *tr
     gmi_trace_op_t *own = &trace->ops[r->ops[op].op];
     if (on_demand && own->all_pages > own->heap_pages + frames) own->gathered = own->all_pages - own->heap_pages;
   }
-}
-
-/* ---- the list of gathers */
-/* Makes a list of the gathers of a kind whose operators are those of record. Of each group: */
-typedef struct {
-  uint32_t *last_use; /* [chunk_count] index in the trace of the last op that used a gathered chunk */
-  uint32_t *open;     /* [chunk_count] the chunk's gather in the list, from 1, that no op has used; 0: none */
-  bool *gathered;     /* [chunk_count] */
-  uint32_t *left;     /* [gathers of the group] ops whose ends have freed frames, in this order */
-  uint32_t left_first, left_end;
-} lister_t;
-
-static void lister_free(lister_t *l) {
-  free(l->last_use);
-  free(l->open);
-  free(l->gathered);
-  free(l->left);
-}
-static bool lister_make(lister_t *l, const group_plan_t *p, uint64_t gathers) {
-  l->last_use = calloc((size_t)p->chunk_count + 1, sizeof *l->last_use);
-  l->open = calloc((size_t)p->chunk_count + 1, sizeof *l->open);
-  l->gathered = calloc((size_t)p->chunk_count + 1, sizeof *l->gathered);
-  l->left = calloc(gathers + 1, sizeof *l->left);
-  return l->last_use && l->open && l->gathered && l->left;
-}
-
-static void leaves(lister_t *l, uint32_t chunk) {
-  l->gathered[chunk] = false;
-  l->left[l->left_end++] = l->last_use[chunk];
-}
-static bool gathers(lister_t *l, const group_plan_t *p, uint32_t chunk, uint32_t op, gmi_trace_t *trace) {
-  gmi_trace_collective_t *gather = gmi_trace_add_gather(trace);
-  if (!gather) return false;
-  const uint32_t frame_op = l->left_first < l->left_end ? l->left[l->left_first++] : GMI_NO_OP;
-  *gather =
-      (gmi_trace_collective_t){ op, op, frame_op, (uint32_t)(p->chunks[chunk] >> 32), (uint32_t)p->chunks[chunk] };
-  l->open[chunk] = trace->gather_count;
-  l->gathered[chunk] = true;
-  return true;
-}
-
-/* The gathers of one operator of the record. */
-static bool list_op(lister_t *l, const group_plan_t *p, const record_t *r, uint32_t index, gmi_trace_t *trace) {
-  const uint32_t op = r->ops[index].op;
-  for (uint32_t e = p->plan.event_first[index]; e < p->plan.event_first[index + 1]; e++) {
-    if (p->plan.events[e].leaves) leaves(l, p->plan.events[e].chunk);
-    else if (!gathers(l, p, p->plan.events[e].chunk, op, trace)) return false;
-  }
-  for (uint32_t k = 0; k < r->ops[index].use_count; k++) {
-    const uint64_t use = r->uses[r->ops[index].use_first + k];
-    const uint64_t *found = p->chunk_count ? bsearch(&use, p->chunks, p->chunk_count, sizeof use, by_use) : NULL;
-    if (!found) continue;
-    const uint32_t chunk = (uint32_t)(found - p->chunks);
-    if (!l->gathered[chunk] && !gathers(l, p, chunk, op, trace)) return false; /* on demand */
-    if (l->open[chunk]) trace->gathers[l->open[chunk] - 1].use_op = op;
-    l->open[chunk] = 0;
-    l->last_use[chunk] = op;
-  }
-  return true;
-}
-
-/* Of an operator on demand, what does not stay has left when it has ended. */
-static void end_on_demand(gmi_manager_t *m, lister_t *l, const group_plan_t *p) {
-  for (uint32_t chunk = 0; chunk < p->chunk_count; chunk++)
-    if (l->gathered[chunk] && !gmi_gathered_stays(gmi_arena_at(m, (uint32_t)(p->chunks[chunk] >> 32))))
-      leaves(l, chunk);
-}
-
-gemini_status_t gmi_gathers_list(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
-  if (g->ended == GMI_NONE) return GEMINI_OK;
-  const kind_t *kind = &g->kinds[g->ended];
-  const record_t *r = record_of(g);
-  lister_t listers[GMI_GROUPS] = { 0 };
-  bool listed = true;
-  trace->gather_count = 0;
-  for (uint32_t i = 0; listed && i < GMI_GROUPS; i++)
-    if (kind->groups[i].plan.event_first)
-      listed = lister_make(&listers[i], &kind->groups[i],
-                           kind->groups[i].plan.event_first[r->op_count] + (uint64_t)r->use_count);
-  for (uint32_t op = 0; listed && op < r->op_count; op++) {
-    for (uint32_t i = 0; listed && i < GMI_GROUPS; i++) {
-      const group_plan_t *p = &kind->groups[i];
-      if (!p->plan.event_first) continue;
-      listed = list_op(&listers[i], p, r, op, trace);
-      if (listed && p->plan.on_demand[op]) end_on_demand(m, &listers[i], p);
-    }
-  }
-  /* A gather that is queued behind another and needed sooner has the slice of the other before it on the link. */
-  for (uint32_t i = trace->gather_count; i-- > 1;)
-    if (trace->gathers[i - 1].use_op > trace->gathers[i].use_op)
-      trace->gathers[i - 1].use_op = trace->gathers[i].use_op;
-  for (uint32_t i = 0; i < GMI_GROUPS; i++) lister_free(&listers[i]);
-  return listed ? GEMINI_OK : no_memory(r);
 }
 
 /* ---- a new kind, continued */
@@ -690,7 +561,7 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
 }
 
 static gemini_status_t end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t *trace) {
-  uint32_t index = agreeing(g);
+  uint32_t index = agreeing(g, false);
   if (index == GMI_NONE || g->kinds[index].record.op_count != g->record.op_count) return kind_make(m, g, trace);
   kind_t *kind = &g->kinds[index];
   gemini_status_t status = post(m, g, trace, kind, NULL);

@@ -44,6 +44,10 @@ gemini_status_t gmi_gathers_list(gmi_manager_t *m, struct gmi_gathers *g, gmi_tr
 /* Does the iteration follow a recorded one, and is the operator at hand one before which the group's chunks were
  * gathered? Then they stay gathered until they are in the way. */
 bool gmi_gathers_follow(const struct gmi_gathers *g, uint32_t group);
+/* An operator is about to gather chunks on demand. If it is not the one that the followed kind has here, the iteration
+ * departs now, and what that kind has gathered ahead leaves, unless another kind has it here: the frames may be needed.
+ * All ranks call it at the same points. index: of the operator in the trace. */
+gemini_status_t gmi_gathers_meet(gmi_manager_t *m, struct gmi_gathers *g, uint32_t index);
 /* An operator uses a range of a sharded arena. Any thread, no lock of the manager's: the caller excludes other
  * calls. */
 void gmi_gathers_touch(gmi_manager_t *m, struct gmi_gathers *g, uint32_t arena, uint64_t offset, uint64_t size);

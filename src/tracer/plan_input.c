@@ -17,6 +17,7 @@
 #include "chunk/update.h"
 #include "core/workers.h"
 #include "tracer/tracer.h"
+#include "tracer/variants.h"
 
 static int by_chunk(const void *a, const void *b) {
   uint32_t x = ((const gmi_plan_access_t *)a)->chunk, y = ((const gmi_plan_access_t *)b)->chunk;
@@ -51,6 +52,68 @@ static bool chunk_range(builder_t *b, uint32_t store, uint64_t offset, uint64_t 
   *first = (uint32_t)(offset >> b->shift);
   *last = (uint32_t)((offset + size - 1) >> b->shift);
   return true;
+}
+
+/* Chunks with which a plan may fill the host and files together: callers acquire tensors on the host, whole. */
+static uint32_t home_slots_to_fill(gmi_manager_t *m) {
+  uint64_t longest = 0;
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_has_tiers(a) && a->longest > longest) longest = a->longest;
+  }
+  const uint64_t slots = gmi_home_slots(m), spare = longest / gmi_chunk_bytes(m) + 2;
+  return slots > spare ? (uint32_t)(slots - spare) : 1;
+}
+
+/* Chunks of the longest piece of the trace's updates. */
+static uint64_t longest_piece(gmi_manager_t *m, const gmi_trace_t *trace) {
+  uint64_t largest = 0;
+  for (uint32_t u = 0; u < trace->update_count; u++) {
+    const gmi_trace_update_t *update = &trace->updates[u];
+    const uint64_t unit = gmi_piece_elements(m, update->arenas, update->arena_count, gmi_chunk_bytes(m));
+    uint64_t piece = 0; /* that does not begin with a chunk */
+    for (uint32_t k = 0; k < update->arena_count; k++)
+      piece += (unit * gmi_arena_at(m, update->arenas[k])->element_bytes >> m->cut.chunk_shift) + 1;
+    if (piece > largest) largest = piece;
+  }
+  return largest;
+}
+
+uint64_t gmi_trace_home_frames(gmi_manager_t *m, const gmi_trace_t *trace) {
+  if (!gmi_home_is_short(m)) return 0;
+  uint64_t chunks = 0, largest = longest_piece(m, trace);
+  for (uint32_t i = 0; i < GMI_ARENAS; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_has_tiers(a)) chunks += (atomic_load(&a->size) + gmi_chunk_bytes(m) - 1) >> m->cut.chunk_shift;
+  }
+  /* An iteration with an update begins like one without, and may follow its gathers for a while. */
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    const uint64_t piece = longest_piece(m, &m->trace.tracer->variants[i].trace);
+    if (piece > largest) largest = piece;
+  }
+  const uint64_t slots = home_slots_to_fill(m);
+  /* States come to stay by pieces, and the chunks of one come while others have yet to leave, on the host and here. */
+  return chunks + 3 * largest > slots ? chunks + 3 * largest - slots : 0;
+}
+
+uint32_t gmi_trace_other_chunks(const gmi_manager_t *m, const gmi_trace_t *trace, const gmi_trace_op_t *op) {
+  uint32_t count = 0, arena = GMI_NONE;
+  uint64_t next = 0; /* the first chunk of the arena that has not been counted */
+  for (uint32_t i = op->use_first; i < op->use_first + op->use_count; i++) {
+    const gmi_trace_use_t *use = &trace->uses[i];
+    if (!use->size) continue;
+    uint64_t first = use->offset >> m->cut.chunk_shift, end = ((use->offset + use->size - 1) >> m->cut.chunk_shift) + 1;
+    if (use->arena != arena) next = 0;
+    if (first < next) first = next;
+    if (end > first) count += (uint32_t)(end - first);
+    if (end > next) next = end;
+    arena = use->arena;
+  }
+  return count;
+}
+
+static uint32_t frame_count(const builder_t *b) {
+  return gmi_frames_of(b->m, b->sizes.frame_bytes) - b->m->graphs.frames;
 }
 
 /* Turns uses into accesses. fill false: only counts them, before merging. A write that covers a whole chunk is
@@ -88,6 +151,10 @@ static bool build_accesses(builder_t *b, bool fill) {
       }
     }
     n = kept;
+    const uint64_t need = pages + n - begin, frames = frame_count(b);
+    const uint32_t sums =
+        gmi_trace_pages(gmi_trace_sums_near(b->trace, i), gmi_frame_bytes(b->m), b->sizes.frame_bytes);
+    b->ops[i].heap_frames += (uint32_t)gmi_frames_for_sums(sums, frames > need ? frames - need : 0);
   }
   if (fill) b->ops[b->trace->op_count] = (gmi_plan_op_t){ 0, 0, (uint32_t)n };
   b->access_count = n;
@@ -328,6 +395,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
   const bool cut_so = shift == m->cut.chunk_shift;
   const bool has_files = m->file.store || m->file.borrowed || (m->trace.plans_only && m->config.file_bytes);
+  const bool short_home = cut_so && gmi_home_is_short(m);
   gmi_plan_bundle_t bundle = { 0 };
   gemini_status_t status = GEMINI_OK;
   uint64_t chunks = 0;
@@ -354,8 +422,9 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   bundle.group_of = calloc(GMI_GROUPS, sizeof *bundle.group_of);
   bundle.input = (gmi_plan_input_t){ .op_count = trace->op_count,
                                      .chunk_count = (uint32_t)chunks,
-                                     .frame_count = gmi_frames_of(m, b.sizes.frame_bytes) - m->graphs.frames,
-                                     .host_slots = has_files ? m->host.slot_count : 0,
+                                     .frame_count = frame_count(&b),
+                                     .host_slots = has_files || short_home ? m->host.slot_count : 0,
+                                     .home_slots = short_home ? home_slots_to_fill(m) : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
                                      .spare_slots = trace->ahead && cut_so ? gmi_host_spare(m) : 0,
                                      .ops = b.ops,

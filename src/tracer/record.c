@@ -49,6 +49,20 @@ void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c) {
   else t->record_lost = true;
 }
 
+/* The index of the first sum that is queued in op or later. They are in the order of ops. */
+static uint32_t first_sum(const gmi_trace_t *trace, uint32_t op) {
+  uint32_t low = 0, high = trace->sum_count;
+  while (low < high) {
+    const uint32_t middle = low + (high - low) / 2;
+    if (trace->sums[middle].op < op) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+uint32_t gmi_trace_sums_near(const gmi_trace_t *trace, uint32_t op) {
+  return first_sum(trace, op + 1) - first_sum(trace, op ? op - 1 : 0);
+}
+
 /* Sorts the last op's uses and merges uses of the same range into one with all their modes, so that ops can be
  * compared with memcmp() whatever the order of their acquires. A range that separate acquires read and write counts
  * as read before it is written, since the order is not recorded. */

@@ -530,6 +530,10 @@ static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
 static bool gathers_follow(gmi_manager_t *m, uint32_t group) {
   return gmi_gathers_follow(m->trace.tracer->gathers, group);
 }
+static gemini_status_t gathers_meet(gmi_manager_t *m) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  return t->op_open && !t->now.chosen ? gmi_gathers_meet(m, t->gathers, t->op_index) : GEMINI_OK;
+}
 
 const gmi_observer_t gmi_tracer_observer = {
   .touched = gmi_tracer_touch,
@@ -558,4 +562,5 @@ const gmi_advice_t gmi_tracer_advice = {
   .piece_use = gmi_tracer_piece_use,
   .unit_ahead = gmi_tracer_unit_ahead,
   .gathers_follow = gathers_follow,
+  .gathers_meet = gathers_meet,
 };

@@ -121,7 +121,8 @@ uint64_t gmi_tracer_cache_pass(gmi_manager_t *m);
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out);
 /* undoes the last gmi_tracer_update(): the update was refused */
 void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
-/* Returns whether the plan runs piece number piece of update number index on the device. */
+/* Returns whether piece number piece of update number index is to run on the device, by the plan or, without one, for
+ * want of room below. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
  * first. unit: elements of a piece. A plan that was made for it says so; without one, what the plan runs on the host
@@ -161,6 +162,11 @@ gmi_trace_update_t *gmi_trace_add_update(gmi_trace_t *trace);
 gmi_trace_chosen_t *gmi_trace_add_chosen(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_gather(gmi_trace_t *trace);
 gmi_trace_collective_t *gmi_trace_add_sum(gmi_trace_t *trace);
+/* Sums that are queued in an op and in the one before it: so many frames may be on their way back while the op runs. */
+uint32_t gmi_trace_sums_near(const gmi_trace_t *trace, uint32_t op);
+/* Of the free frames, those that a plan leaves for sums, so that gradients need not wait for the frames of earlier
+ * ones: at most half. */
+static inline uint64_t gmi_frames_for_sums(uint64_t sums, uint64_t free) { return sums < free / 2 ? sums : free / 2; }
 
 /* forecast.c: plans a trace of which the manager knows nothing yet; for managers with trace.plans_only. *text_out: the
  * plan in words, which the caller frees. */
@@ -185,6 +191,11 @@ typedef struct gmi_plan_bundle {
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *bundle_out);
 void gmi_plan_bundle_bind(gmi_manager_t *m, gmi_plan_bundle_t *bundle);
+/* Frames for the states that stay on the device because host and files have no room for them (gmi_home_is_short()),
+ * and for the pieces of updates that pass by, of this trace or of another variant; 0: there is room. */
+uint64_t gmi_trace_home_frames(gmi_manager_t *m, const gmi_trace_t *trace);
+/* The chunks of arenas that are not sharded that an op of the trace uses. Its uses are sorted. */
+uint32_t gmi_trace_other_chunks(const gmi_manager_t *m, const gmi_trace_t *trace, const gmi_trace_op_t *op);
 /* Converts a count of heap pages to pages of another size, rounded up. Heap pages are frames, so their number changes
  * with the frame size. */
 static inline uint32_t gmi_trace_pages(uint32_t pages, uint64_t from_bytes, uint64_t to_bytes) {

@@ -191,7 +191,7 @@ OFFSET(gemini_comm_t, exchange, 48);
 OFFSET(gemini_comm_t, poll, 56);
 OFFSET(gemini_comm_t, abort, 64);
 
-SIZE(gemini_group_config_t, 56);
+SIZE(gemini_group_config_t, 64);
 OFFSET(gemini_group_config_t, struct_size, 0);
 OFFSET(gemini_group_config_t, flags, 4);
 OFFSET(gemini_group_config_t, rank, 8);
@@ -201,9 +201,10 @@ OFFSET(gemini_group_config_t, deadline_ns, 24);
 OFFSET(gemini_group_config_t, nccl_comms, 32);
 OFFSET(gemini_group_config_t, comms, 40);
 OFFSET(gemini_group_config_t, shard_ranks, 48);
+OFFSET(gemini_group_config_t, bucket_bytes, 56);
 OFFSET(gemini_group_config_t, reserved, 52);
 
-SIZE(gemini_group_stats_t, 104);
+SIZE(gemini_group_stats_t, 112);
 OFFSET(gemini_group_stats_t, struct_size, 0);
 OFFSET(gemini_group_stats_t, rank, 4);
 OFFSET(gemini_group_stats_t, ranks, 8);
@@ -219,6 +220,8 @@ OFFSET(gemini_group_stats_t, planned_reduced_bytes, 72);
 OFFSET(gemini_group_stats_t, planned_fetched_bytes, 80);
 OFFSET(gemini_group_stats_t, gather_wait_ns, 88);
 OFFSET(gemini_group_stats_t, sum_wait_ns, 96);
+OFFSET(gemini_group_stats_t, bucket_chunks, 104);
+OFFSET(gemini_group_stats_t, reserved, 108);
 
 SIZE(gemini_location_t, 40);
 OFFSET(gemini_location_t, struct_size, 0);

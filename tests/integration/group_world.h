@@ -30,6 +30,7 @@ typedef struct {
   uint64_t scale, layers; /* chunks, and tensors, are so much larger; 0: 1 */
   bool alone;             /* ranks is 1, and there is no group */
   uint32_t replicas;      /* hybrid sharding: of ranks / replicas ranks each; 0: 1 */
+  uint32_t bucket;        /* chunks whose gradients are added together; 0: 1 */
 } shape_t;
 /* The ranks of a replica. */
 static inline uint32_t shard_ranks(const shape_t *shape) {
@@ -37,6 +38,11 @@ static inline uint32_t shard_ranks(const shape_t *shape) {
 }
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
 static inline uint64_t chunk_of(const shape_t *shape) { return scale_of(shape) * WORLD_CHUNK; }
+/* As the library has it: more than 16 are as many, and one rank has nobody to add with. */
+static inline uint32_t bucket_of(const shape_t *shape) {
+  const uint32_t chunks = shape->bucket < 16 ? shape->bucket : 16;
+  return shard_ranks(shape) == 1 || !chunks ? 1 : chunks;
+}
 /* Planned from the second on. Under sanitizers those are left out that run no code that the ones before do not. */
 static inline uint32_t steps_of(const shape_t *shape) {
   if (!SANITIZED) return 6;
@@ -438,6 +444,7 @@ static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gr
   group.rank = rank;
   group.ranks = shape->ranks;
   group.shard_ranks = shape->replicas ? shard_ranks(shape) : 0;
+  group.bucket_bytes = shape->bucket * chunk_of(shape) + chunk_of(shape) / 2; /* what is over makes no difference */
   if (!shape->alone) CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
   open_arenas(k, k->group);
   for (uint32_t layer = 0; layer < LAYERS; layer++) {
@@ -547,7 +554,7 @@ static gemini_status_t update_part(rank_t *k, uint64_t first, uint64_t end) {
 /* What must not be done between a part and the last one, if it is the one that ended at the arena's end. */
 static void check_part_refusals(rank_t *k, uint64_t first) {
   const gemini_manager_t mgr = k->w.mgr;
-  const uint64_t chunk = chunk_of(&k->shape) / k->shape.element_bytes;
+  const uint64_t chunk = chunk_of(&k->shape) / k->shape.element_bytes, bucket = bucket_of(&k->shape) * chunk;
   uint64_t offset;
   gemini_access_t use = world_whole(k->param[LAYERS - 1], GEMINI_READ, DEVICE), all = world_whole(k->grads, 0, 0);
   CHECK_STATUS(gemini_acquire(mgr, &use, 1, k->w.stream), GEMINI_ERR_STATE);
@@ -558,25 +565,26 @@ static void check_part_refusals(rank_t *k, uint64_t first) {
   CHECK_STATUS(update(k, 4, any_span), GEMINI_ERR_STATE);
   CHECK_STATUS(update_part(k, first, k->model.first[LAYERS]), GEMINI_ERR_INVALID); /* a second time */
   CHECK_STATUS(update_part(k, first - chunk / 2, first), GEMINI_ERR_INVALID);
-  CHECK_STATUS(update_part(k, first - 2 * chunk, first - chunk), GEMINI_ERR_INVALID);
+  if (bucket_of(&k->shape) > 1) CHECK_STATUS(update_part(k, first - chunk, first), GEMINI_ERR_INVALID);
+  CHECK_STATUS(update_part(k, first - 2 * bucket, first - bucket), GEMINI_ERR_INVALID);
 }
 /* The backward pass of the model comes first, as spans compare what they get with it. */
 static gemini_status_t backward_with_parts(rank_t *k, uint32_t number) {
-  const uint64_t chunk = chunk_of(&k->shape) / k->shape.element_bytes;
+  const uint64_t bucket = bucket_of(&k->shape) * chunk_of(&k->shape) / k->shape.element_bytes;
   uint64_t end = k->model.first[LAYERS];
   gemini_status_t status = GEMINI_OK;
   model_backward(k, number);
   model_reduce(k);
   for (uint32_t layer = LAYERS; !status && layer-- > 0;) {
-    uint64_t first = (k->model.first[layer] + chunk - 1) / chunk * chunk, offset;
+    uint64_t first = (k->model.first[layer] + bucket - 1) / bucket * bucket, offset;
     status = op(k, number, layer, true);
-    if (!status && !layer && end > chunk && !(k->rank & 1)) { /* where all are READY_FOR_REDUCE: when all are added */
-      status = update_part(k, chunk, end);
-      end = chunk;
+    if (!status && !layer && end > bucket && !(k->rank & 1)) { /* where all are READY_FOR_REDUCE: when all are added */
+      status = update_part(k, bucket, end);
+      end = bucket;
       CHECK_STATUS(gemini_arena_take(k->w.mgr, k->params, 4096, &offset), GEMINI_ERR_STATE);
     }
     if (status || first >= end || (layer && (layer + k->rank) % 3 == 0)) continue;
-    const bool refusals = number == 1 && end == k->model.first[LAYERS] && first > 2 * chunk;
+    const bool refusals = number == 1 && end == k->model.first[LAYERS] && first > 2 * bucket;
     status = update_part(k, first, end);
     if (!status && refusals) check_part_refusals(k, first);
     end = first;
@@ -742,6 +750,7 @@ static inline void train_rank(const shape_t *shape, uint32_t rank, gemini_group_
   CHECK_EQ(stats.ranks, shape->ranks);
   CHECK_EQ(stats.rank, rank);
   CHECK_EQ(stats.shard_ranks, shard_ranks(shape));
+  CHECK_EQ(stats.bucket_chunks, bucket_of(shape));
   const uint64_t chunk = chunk_of(shape);
   uint64_t chunks = (k->model.first[LAYERS] * shape->element_bytes + chunk - 1) / chunk;
   CHECK_EQ(k->model.rounds >= steps, true);

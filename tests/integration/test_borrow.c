@@ -223,9 +223,11 @@ static void test_borrowed_bytes_are_not_in_the_file_tier(void) {
   world_close(&w);
 }
 
-/* Copies on the host of what is borrowed make room, as what has another copy does: for a load and for an update. */
+/* Copies on the host of what is borrowed make room, as what has another copy does: for a load and for an update, which
+ * therefore need not run on the device. */
 static void update_span(void *user, const gemini_update_span_t *span) {
   (void)user;
+  CHECK_EQ(span->tier, HOST);
   memset(span->out[0], 7, span->element_count);
 }
 static void test_borrowed_copies_on_the_host_make_room(void) {

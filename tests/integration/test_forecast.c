@@ -159,6 +159,7 @@ static void test_host_boundary_is_that_of_an_update(void) {
   trace_write(0, "");
   for (int fits = 0; fits < 2; fits++) {
     gemini_config_t c = config_of(40, CHUNKS - (fits ? 0 : 1));
+    c.placement = GEMINI_PLACEMENT_CPU;
     const gemini_forecast_t f = forecast(&c);
     CHECK_EQ(f.host_needed, (uint64_t)CHUNKS * CHUNK);
     CHECK_EQ(f.file_needed, 0);
@@ -172,6 +173,7 @@ static void test_host_boundary_is_that_of_an_update(void) {
 
 static void test_files_take_what_the_host_has_no_room_for(void) {
   gemini_config_t c = config_of(16, 20);
+  c.placement = GEMINI_PLACEMENT_CPU;
   trace_write(0, "");
   c.file_bytes = (CHUNKS - 21) * CHUNK;
   gemini_forecast_t f = forecast(&c);
@@ -187,6 +189,30 @@ static void test_files_take_what_the_host_has_no_room_for(void) {
   f = forecast(&c);
   CHECK_EQ(f.host_needed, 8 * CHUNK);
   CHECK_EQ(f.lacks, 1 << GEMINI_TIER_HOST);
+}
+
+/* With placement auto, states that host and files have no room for stay on the device. */
+static void test_device_host_and_files_add_up(void) {
+  static const struct {
+    uint64_t device, host, files;
+    bool fits;
+  } budgets[] = { { 40, CHUNKS - 1, 0, true },
+                  { 40, CHUNKS - 20, 0, true },
+                  { 40, 12, CHUNKS - 32, true },
+                  { 12, CHUNKS - 20, 0, false } };
+  trace_write(0, "");
+  for (size_t i = 0; i < sizeof budgets / sizeof *budgets; i++) {
+    gemini_config_t c = config_of(budgets[i].device, budgets[i].host);
+    c.file_bytes = budgets[i].files * CHUNK;
+    const gemini_forecast_t f = forecast(&c);
+    CHECK_EQ(!f.lacks, budgets[i].fits);
+    CHECK(f.host_needed <= (CHUNKS - budgets[i].files) * CHUNK);
+    if (!budgets[i].fits) CHECK_EQ(f.lacks, 1 << GEMINI_TIER_HOST);
+    if (budgets[i].files) continue;
+    net_t n = net_open(&c);
+    CHECK_EQ(!net_update(&n), budgets[i].fits);
+    OK(gemini_manager_close(n.mgr));
+  }
 }
 
 static void test_zeroed_arenas_are_not_fetched(void) {
@@ -259,6 +285,7 @@ int main(void) {
   RUN(test_device_boundary_is_that_of_a_manager);
   RUN(test_host_boundary_is_that_of_an_update);
   RUN(test_files_take_what_the_host_has_no_room_for);
+  RUN(test_device_host_and_files_add_up);
   RUN(test_zeroed_arenas_are_not_fetched);
   RUN(test_nothing_is_needed_of_what_is_planned_for);
   RUN(test_bad_files_are_refused_and_change_nothing);

@@ -54,6 +54,7 @@ static void test_training_has_the_bits_of_the_model(void) {
       if (ALL_SHAPES) train(&shape);
       shape.element_bytes = 2;
       shape.unused = true;
+      shape.bucket = (ranks + stage) % 2 ? 3 : 0;
       train(&shape);
     }
   }
@@ -68,7 +69,8 @@ static void test_training_in_little_memory_has_the_same_bits(void) {
                       .device_chunks = 24,
                       .host_chunks = 80 / ranks,
                       .unused = ranks & 1,
-                      .wait = true };
+                      .wait = true,
+                      .bucket = 4 };
     train(&shape);
     shape.host_chunks = 16;
     shape.file_chunks = 100;
@@ -88,6 +90,7 @@ static void test_gradients_of_micro_batches_are_added_in_their_order(void) {
       shape.element_bytes ^= 6;
       shape.micro_batches = 1 + (ranks + stage + 1) % 3;
       shape.unused = true;
+      shape.bucket = 2 + (ranks + stage) % 4 * 5;
       train(&shape);
     }
   }
@@ -103,7 +106,8 @@ static void test_sums_of_micro_batches_in_little_memory(void) {
                       .host_chunks = 16,
                       .file_chunks = 100,
                       .unused = true,
-                      .micro_batches = 3 };
+                      .micro_batches = 3,
+                      .bucket = ranks };
     train(&shape);
   }
 }
@@ -121,6 +125,7 @@ static void test_parts_are_updated_in_the_backward_pass(void) {
                       .wait = ranks == 2,
                       .parts = true };
     if (ALL_SHAPES) train(&shape);
+    shape.bucket = 2; /* a rank alone has none */
     shape.stage = 1 + (ranks + 1) % 3;
     shape.element_bytes = 2;
     shape.device_chunks = 24;
@@ -497,6 +502,105 @@ static void test_failing_ranks_are_named_by_all_others(void) {
   process_check(before);
 }
 
+/* ---- a rank that is missing when a group is opened */
+typedef enum { STAYS_AWAY, ENDS_BEFORE_IT_COMES, KILLED_WHILE_IT_WAITS, ABSENCES } absence_t;
+enum { OPENERS = 3 };
+typedef struct {
+  gemini_group_id_t id;
+  _Atomic uint32_t made, opens, gone; /* the id; the victim is about to open the group; it has gone, or never comes */
+  _Atomic uint64_t killed_ns;
+  pid_t pids[OPENERS];
+} opening_t;
+static void await(const _Atomic uint32_t *what) {
+  while (!atomic_load(what)) sleep_us(1000);
+}
+
+static void open_without(opening_t *o, uint32_t rank, uint32_t victim, absence_t how) {
+  process_t before = process_now();
+  world_t w = world_open(world_config(8, 8, 0));
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  gemini_group_t group;
+  if (rank == 0) {
+    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, OPENERS, &o->id)); /* of the process that becomes rank 0 */
+    atomic_store(&o->made, 1);
+  }
+  await(&o->made);
+  c.id = &o->id;
+  c.rank = rank;
+  c.ranks = OPENERS;
+  /* One who was there and is killed is noticed at once; one who does not come, at the deadline. */
+  c.deadline_ns = how == KILLED_WHILE_IT_WAITS ? 10 * DEADLINE_NS : UINT64_C(1000000000);
+  if (rank == victim) {
+    if (how == STAYS_AWAY) pause();
+    if (how == KILLED_WHILE_IT_WAITS) {
+      atomic_store(&o->opens, 1);
+      (void)!gemini_group_open(w.mgr, &c, &group);
+    }
+    kill(getpid(), SIGKILL);
+  }
+  if (how != KILLED_WHILE_IT_WAITS || rank != (victim + 1) % OPENERS) await(&o->gone); /* else it waits for this one */
+  uint64_t begin_ns = now_ns();
+  CHECK_STATUS(gemini_group_open(w.mgr, &c, &group), GEMINI_ERR_PEER);
+  if (how == KILLED_WHILE_IT_WAITS) begin_ns = atomic_load(&o->killed_ns);
+  CHECK(now_ns() < begin_ns + LATEST_NS);
+  char words[80];
+  snprintf(words, sizeof words, "process %d", o->pids[victim]);
+  /* Who comes when rank 0 has failed, too, finds the id gone. */
+  const bool gone = how == KILLED_WHILE_IT_WAITS && strstr(world_error().message, "its rank 0 has joined already");
+  if (how == KILLED_WHILE_IT_WAITS || (how == ENDS_BEFORE_IT_COMES && !victim)) {
+    if (!gone) CHECK_SAYS(world_error().message, words);
+    CHECK_SAYS(world_error().message, "has ended");
+  } else {
+    snprintf(words, sizeof words, "of %d ranks these are missing: %u", OPENERS, victim);
+    CHECK_SAYS(world_error().message, words);
+  }
+  world_close(&w);
+  if (rank) process_check(before); /* what the id takes is given back when rank 0 has opened the group, or ends */
+}
+
+/* Whether the first thread of a process sleeps. */
+static bool is_asleep(pid_t pid) {
+  char path[64], state = 0;
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  FILE *file = fopen(path, "r");
+  CHECK(file);
+  CHECK_EQ(fscanf(file, "%*d (%*[^)]) %c", &state), 1);
+  fclose(file);
+  return state == 'S';
+}
+static void open_without_one(opening_t *o, uint32_t victim, absence_t how) {
+  int end;
+  memset(o, 0, sizeof *o);
+  for (uint32_t r = 0; r < OPENERS; r++) {
+    const pid_t pid = fork_child();
+    if (!pid) {
+      open_without(o, r, victim, how);
+      exit(0);
+    }
+    o->pids[r] = pid;
+  }
+  if (how == KILLED_WHILE_IT_WAITS) {
+    await(&o->opens);
+    for (int times = 0; times < 5; times = is_asleep(o->pids[victim]) ? times + 1 : 0) sleep_us(10000);
+    atomic_store(&o->killed_ns, now_ns());
+    CHECK_EQ(kill(o->pids[victim], SIGKILL), 0);
+  }
+  if (how != STAYS_AWAY) CHECK_EQ(waitpid(o->pids[victim], &end, 0), o->pids[victim]);
+  atomic_store(&o->gone, 1);
+  for (uint32_t r = 0; r < OPENERS; r++)
+    if (r != victim) fork_expect_end(o->pids[r]);
+  if (how != STAYS_AWAY) return;
+  CHECK_EQ(kill(o->pids[victim], SIGKILL), 0);
+  CHECK_EQ(waitpid(o->pids[victim], &end, 0), o->pids[victim]);
+}
+static void test_a_rank_that_is_missing_at_the_start_is_named_in_time(void) {
+  opening_t *o = mmap(NULL, sizeof *o, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(o != MAP_FAILED);
+  for (uint32_t victim = 0; victim < OPENERS; victim++)
+    for (absence_t how = 0; how < ABSENCES; how++) open_without_one(o, victim, how);
+  munmap(o, sizeof *o);
+}
+
 /* A function of rank 1 fails: the others hear of it through abort(). */
 static void failing_table_rank(const shape_t *shape, uint32_t rank, area_t *areas, uint32_t table, uint64_t fail_at) {
   static const char *const functions[] = { "all_gather() of comms[0]", "reduce_scatter() of comms[1]",
@@ -675,6 +779,7 @@ int main(void) {
   RUN(test_sums_of_micro_batches_in_little_memory);
   RUN(test_parts_are_updated_in_the_backward_pass);
   RUN(test_failing_ranks_are_named_by_all_others);
+  RUN(test_a_rank_that_is_missing_at_the_start_is_named_in_time);
   RUN(test_training_over_functions_of_the_caller);
   RUN(test_replicas_train_over_shared_memory);
   RUN(test_replicas_train_over_functions_of_the_caller);

@@ -1,4 +1,6 @@
 /* Plans of managers with sharded arenas. Only public headers. SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
+
 #include "../fork.h"
 #include "../process.h"
 #include "../system.h"
@@ -21,6 +23,7 @@ typedef struct {
 typedef struct {
   uint32_t ranks, stage;
   uint64_t device_chunks;
+  uint32_t bucket, bucket_more; /* chunks whose gradients are added together, on rank 0, and on rank 1 so many more */
 } shape_t;
 
 static rank_t rank_open(const shape_t *shape, uint32_t rank, const gemini_group_id_t *id) {
@@ -31,6 +34,7 @@ static rank_t rank_open(const shape_t *shape, uint32_t rank, const gemini_group_
   group.rank = rank;
   group.ranks = shape->ranks;
   group.deadline_ns = UINT64_C(60000000000);
+  group.bucket_bytes = (shape->bucket + (rank == 1 ? shape->bucket_more : 0)) * WORLD_CHUNK;
   CHECK_OK(gemini_group_open(k.w.mgr, &group, &k.group));
   gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
   c.element_bytes = 4;
@@ -559,6 +563,54 @@ static void test_ranks_that_differ_in_a_known_iteration_are_told_where(void) {
     }
 }
 
+/* ---- buckets of gradients */
+static void differs_in_buckets(rank_t *k) {
+  gemini_status_t status = GEMINI_OK;
+  for (int i = 0; !status && i < 3; i++) status = one_iteration(k, "abcd");
+  CHECK_EQ(status, GEMINI_ERR_PEER);
+  CHECK_SAYS(world_error().message, "ranks differ: rank 0 and rank 1 ");
+  CHECK_SAYS(world_error().message, "other chunks in a bucket of gradients (bucket_bytes)");
+}
+static void test_ranks_with_other_buckets_are_told(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_STATES, .device_chunks = 12, .bucket = 2, .bucket_more = 1 },
+      differs_in_buckets);
+}
+
+/* Three ranks leave bytes over between their slices, which belong to none and are zeros, whatever was in the slots. */
+static void sums_in_used_slots(rank_t *k) {
+  enum { USED = 4 * CHUNKS - 4 }; /* all slots but those of parameters */
+  gemini_arena_t used = world_arena(&k->w, GEMINI_KIND_OTHER, 4, "used", 0, 0);
+  gemini_tensor_t t = world_tensor(&k->w, used, "t", USED * WORLD_CHUNK);
+  gemini_access_t all = world_whole(t, GEMINI_WRITE, HOST);
+  CHECK_OK(gemini_acquire(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  memset(all.ptr, 0xFF, USED * WORLD_CHUNK); /* not numbers */
+  CHECK_OK(gemini_release(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_tensor_unregister(k->w.mgr, t));
+  CHECK_OK(gemini_arena_destroy(k->w.mgr, used));
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t grads;
+  gemini_tensor_t grad;
+  c.kind = GEMINI_KIND_GRAD;
+  c.element_bytes = 4;
+  c.like = k->params;
+  c.dtype = GEMINI_DTYPE_F32;
+  CHECK_OK(gemini_arena_create(k->w.mgr, &c, &grads));
+  CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param, grads, &grad));
+  gemini_access_t use = world_whole(grad, GEMINI_WRITE, DEVICE);
+  CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+  for (uint64_t i = 0; i < ELEMENTS; i++) ((float *)use.ptr)[i] = 1;
+  CHECK_OK(gemini_release(k->w.mgr, &use, 1, GEMINI_STREAM_CALLER));
+  double norm = 0;
+  all = world_whole(grads, 0, 0);
+  CHECK_OK(gemini_norm(k->w.mgr, &all, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm));
+  CHECK(norm == sqrt(ELEMENTS * 9.0));
+}
+static void test_bytes_between_slices_are_zeros_in_used_slots(void) {
+  for (uint32_t bucket = 1; bucket <= 3; bucket++)
+    run(&(shape_t){ .ranks = 3, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 12, .bucket = bucket },
+        sums_in_used_slots);
+}
+
 /* ---- brackets that are refused and made again */
 /* Each operator writes a chunk of its own, and in iteration `refused` an acquired slice keeps its end from writing that
  * back, a few times. */
@@ -628,6 +680,8 @@ int main(void) {
   RUN(test_experts_are_divided_among_their_own_ranks);
   RUN(test_waits_for_gathers_and_sums_are_counted_apart);
   RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
+  RUN(test_ranks_with_other_buckets_are_told);
+  RUN(test_bytes_between_slices_are_zeros_in_used_slots);
   RUN(test_an_operators_end_that_was_refused_counts_once);
   RUN(test_an_operator_whose_gathers_find_no_room_can_begin_later);
   return check_done();

@@ -748,7 +748,9 @@ static void test_update_of_a_range_in_use_is_busy(void) {
 
 static void test_update_without_room_on_the_host_is_oom_host(void) {
   static const uint32_t sizes[] = { 4, 4 };
-  world_t w = world_of(config_of(8, 8, 0), sizes, 2, 4 * 16384); /* eight chunks in all */
+  gemini_config_t c = config_of(8, 8, 0);
+  c.placement = GEMINI_PLACEMENT_CPU;           /* with auto the device counts, too: integration/test_home */
+  world_t w = world_of(c, sizes, 2, 4 * 16384); /* eight chunks in all */
   gemini_access_t a = world_part(w.arena[0], 0, 4 * CHUNK, GEMINI_READ, DEVICE);
   OK(gemini_move(w.mgr, &a, 1));
   OK(gemini_acquire(w.mgr, &a, 1, w.stream));
@@ -779,7 +781,9 @@ static void test_update_without_room_on_the_host_is_oom_host(void) {
 /* A host copy that the update itself will need is no room for it. */
 static void test_update_does_not_count_its_own_copies_as_room(void) {
   static const uint32_t sizes[] = { 4 };
-  world_t w = world_of(config_of(4, 2, 0), sizes, 1, 2 * 16384);
+  gemini_config_t c = config_of(4, 2, 0);
+  c.placement = GEMINI_PLACEMENT_CPU;
+  world_t w = world_of(c, sizes, 1, 2 * 16384);
   gemini_access_t second = world_part(w.arena[0], CHUNK, CHUNK, GEMINI_READ_WRITE, DEVICE);
   OK(gemini_acquire(w.mgr, &second, 1, w.stream)); /* only on the device */
   OK(gemini_release(w.mgr, &second, 1, w.stream));

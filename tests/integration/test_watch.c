@@ -7,10 +7,13 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 
+#include "../fork.h"
+#include "gemini/group.h"
 #include "world.h"
 
 #define W WORLD_CHUNK
@@ -452,6 +455,202 @@ static void test_the_watchdog_reports_who_waits_for_what(void) {
   scene_close(&s);
 }
 
+/* The state is logged as the dump has it, with the first report of a wait and with no other. */
+static void test_the_watchdog_says_what_is_where(void) {
+  scene_t s;
+  scene_open(&s, 50000000);
+  hold_first(&s);
+  pthread_t waiter = start(acquire_first, &s);
+  expect_log("2 watchdog: thread|for the work queued on stream", 3);
+  CHECK(logged("2 watchdog: state: manager|simulated") <=
+        logged("2 watchdog: thread") - 2); /* not with later reports */
+  CHECK(logged("2 watchdog: state: device: 131072 of 262144 bytes used"));
+  CHECK_EQ(logged("2 watchdog: state: stream 1: has work that has not ended; it copies from the device"), 1);
+  CHECK(logged("2 watchdog: state: chunks: 2 on the device"));
+  CHECK(logged("2 watchdog: state: acquired: tensor first of arena main, 1 times"));
+  CHECK(logged("2 watchdog: state: waits: thread|in gemini_acquire(), with the manager's lock, for the work"));
+  CHECK_EQ(logged("group"), 0);
+  CHECK(!sem_post(&s.gate.opened));
+  join(waiter);
+  scene_close(&s);
+}
+
+/* ---- groups */
+static gemini_group_t join_group(const world_t *w, const gemini_group_id_t *id, uint32_t rank, uint32_t ranks) {
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  gemini_group_t group;
+  c.id = id;
+  c.rank = rank;
+  c.ranks = ranks;
+  c.deadline_ns = UINT64_C(300000000000);
+  CHECK_OK(gemini_group_open(w->mgr, &c, &group));
+  return group;
+}
+/* Two chunks, each half on either rank, and gradients that reuse their bytes. */
+typedef struct {
+  world_t w;
+  gemini_tensor_t param, grad;
+} shard_t;
+static shard_t shard_open(const gemini_group_id_t *id, uint32_t rank, uint64_t watchdog_ns) {
+  gemini_config_t c = world_config(8, 8, 0);
+  c.log_fn = remember;
+  c.watchdog_ns = watchdog_ns;
+  forget_log();
+  shard_t s = { .w = world_open(c) };
+  gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t params, grads;
+  a.element_bytes = 4;
+  a.name = "weights";
+  a.group = join_group(&s.w, id, rank, 2);
+  a.zero_stage = GEMINI_ZERO_PARAMS;
+  CHECK_OK(gemini_arena_create(s.w.mgr, &a, &params));
+  a.name = "gradients";
+  a.group = NULL;
+  a.zero_stage = 0;
+  a.kind = GEMINI_KIND_GRAD;
+  a.reuse = params;
+  a.dtype = GEMINI_DTYPE_F32;
+  CHECK_OK(gemini_arena_create(s.w.mgr, &a, &grads));
+  s.param = world_tensor(&s.w, params, "t", 2 * W);
+  CHECK_OK(gemini_tensor_counterpart(s.w.mgr, s.param, grads, &s.grad));
+  gemini_access_t all = world_whole(s.param, 0, 0);
+  CHECK_OK(gemini_zero(s.w.mgr, &all));
+  return s;
+}
+/* One chunk is gathered, and the norm adds the gradients of both. */
+static void *shard_use(void *user) {
+  shard_t *s = user;
+  gemini_access_t a = world_part(s->param, 0, W, READ, DEVICE);
+  double norm = 1;
+  CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK(world_reads(a.ptr, 0, W, 0));
+  CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  a = world_whole(s->grad, 0, 0);
+  CHECK_OK(gemini_norm(s->w.mgr, &a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm));
+  CHECK(norm == 0);
+  return NULL;
+}
+static void expect_stop(pid_t child) {
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, WUNTRACED), child);
+  CHECK(WIFSTOPPED(status));
+}
+static void test_a_wait_for_a_rank_that_has_stopped_says_where_its_group_is(void) {
+  gemini_group_id_t id;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &id));
+  pid_t child = fork_child();
+  if (!child) {
+    CHECK(!prctl(PR_SET_PDEATHSIG, SIGKILL)); /* a stopped process has no alarm */
+    shard_t s = shard_open(&id, 1, 0);
+    CHECK(!raise(SIGSTOP));
+    shard_use(&s);
+    world_close(&s.w);
+    exit(0);
+  }
+  shard_t s = shard_open(&id, 0, 50000000);
+  expect_stop(child);
+  forget_log();
+  pthread_t user;
+  CHECK_EQ(pthread_create(&user, NULL, shard_use, &s), 0);
+  expect_log("2 watchdog: thread|in gemini_acquire(), with the manager's lock, for the work queued|gathers chunks", 1);
+  const char *gather = "has waited 0.|in work of a stream for the other ranks of its group, as rank 0, in a gather for "
+                       "chunk 0 of arena weights";
+  expect_log(gather, 2); /* a report, and a line of the state */
+  expect_log("2 watchdog: state: group 0: rank 0 of 2, in 1 replica of 2 ranks", 1);
+  expect_log("2 watchdog: state: group 0: gathers of 1 chunks queued so far; 1 calls, of 1 chunks, have not ended, the "
+             "first for chunk 0 of arena weights",
+             1);
+  expect_log("2 watchdog: state: group 0: sums of 0 chunks queued so far, all have ended", 1);
+  expect_log(
+      "2 watchdog: state: group 0: arena weights: of 2 chunks 1 gathered, of these 1 have not arrived, 1 acquired; "
+      "this rank's slices are 1 chunks, ",
+      1);
+  expect_log(
+      "2 watchdog: state: group 0: arena gradients: of 2 chunks of gradients 0 added since the last update, 0 on "
+      "the device, 0 acquired; this rank's slices lie in those of arena weights",
+      1);
+  CHECK_EQ(logged("cannot be told"), 0);
+  CHECK(!kill(child, SIGCONT));
+  join(user);
+  fork_expect_end(child);
+  expect_line(&s.w, "group 0: gathers of 1 chunks queued so far, all have ended");
+  expect_line(&s.w, "group 0: sums of 2 chunks queued so far, all have ended");
+  expect_line(&s.w, "arena gradients: of 2 chunks of gradients 2 added since the last update");
+  world_close(&s.w);
+}
+
+/* The lock's holder is in no wait that the library knows: in a function of the caller's, which must not wait. */
+static gate_t *slow_poll;
+static _Atomic long poller;
+static gemini_status_t poll_here(void *user) {
+  (void)user;
+  if (atomic_load(&poller) == syscall(SYS_gettid)) pass_once(&slow_poll);
+  return GEMINI_OK;
+}
+static gemini_status_t never_gather(void *user, void *buffer, uint64_t bytes, void *stream, const char *label) {
+  (void)user, (void)buffer, (void)bytes, (void)stream, (void)label;
+  return GEMINI_ERR_PEER;
+}
+static gemini_status_t never_rooted(void *user, void *buffer, uint64_t bytes, uint32_t root, void *stream,
+                                    const char *label) {
+  (void)root;
+  return never_gather(user, buffer, bytes, stream, label);
+}
+static gemini_status_t exchange_alone(void *user, const void *mine, uint64_t bytes, void *all_out, const char *label) {
+  (void)user, (void)label;
+  memcpy(all_out, mine, bytes);
+  return GEMINI_OK;
+}
+typedef struct {
+  scene_t s;
+  gemini_group_t group;
+} polled_t;
+static void *exchange_polled(void *user) {
+  polled_t *p = user;
+  char mine = 1, all = 0;
+  atomic_store(&poller, syscall(SYS_gettid));
+  CHECK_OK(gemini_group_exchange(p->s.w.mgr, p->group, &mine, 1, &all));
+  return NULL;
+}
+static void test_a_lock_that_nobody_gives_back_hides_the_records_only(void) {
+  polled_t p;
+  scene_open(&p.s, 50000000);
+  gemini_comm_t table = GEMINI_COMM_INIT;
+  table.all_gather = never_gather;
+  table.broadcast = never_rooted;
+  table.reduce_scatter = table.all_reduce = never_rooted;
+  table.exchange = exchange_alone;
+  table.poll = poll_here;
+  const gemini_comm_t *comms[GEMINI_GROUP_COMMS] = { &table, &table, &table };
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.ranks = 1;
+  c.comms = comms;
+  CHECK_OK(gemini_group_open(p.s.w.mgr, &c, &p.group));
+  slow_poll = &p.s.gate;
+  pthread_t holder, other;
+  CHECK_EQ(pthread_create(&holder, NULL, exchange_polled, &p), 0);
+  while (sem_wait(&p.s.gate.reached)) continue;
+  other = start(allocate, &p.s);
+  expect_log("2 watchdog: thread|in gemini_alloc() for the manager's lock, which gemini_group_exchange() of thread", 2);
+  char line[160];
+  snprintf(line, sizeof line,
+           "2 watchdog: state: chunks, acquired tensors and groups: cannot be told now, as gemini_group_exchange() of "
+           "thread %ld (| holds the manager's lock",
+           atomic_load(&poller));
+  expect_log(line, 1);
+  expect_log("2 watchdog: state: device: 131072 of 262144 bytes used", 1);
+  expect_log("2 watchdog: state: group 0: rank 0 of 1, in 1 replica of 1 ranks", 1);
+  expect_log("2 watchdog: state: waits: thread|in gemini_alloc() for the manager's lock", 1);
+  CHECK_EQ(logged("state: chunks: "), 0);
+  CHECK_EQ(logged("state: group 0: gathers"), 0);
+  CHECK(!sem_post(&p.s.gate.opened));
+  join(holder);
+  join(other);
+  CHECK_OK(gemini_group_close(p.s.w.mgr, p.group));
+  CHECK_EQ(lines_with(dump(&p.s.w), "group"), 0);
+  scene_close(&p.s);
+}
+
 /* No wait is reported before its time, however many there are; and this thread's own clock says how long they were. */
 static double now_s(void) {
   struct timespec t;
@@ -555,19 +754,46 @@ static void *work(void *user) {
   CHECK_OK(gemini_stream_destroy(s->w.mgr, stream));
   return NULL;
 }
+/* Groups come and go. */
+static void *gather(void *user) {
+  scene_t *s = user;
+  for (uint64_t i = 0; !atomic_load(&stop); i++) {
+    gemini_group_id_t id;
+    gemini_arena_t arena;
+    gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+    CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 1, &id));
+    c.element_bytes = 4;
+    c.name = "gathered";
+    c.group = join_group(&s->w, &id, 0, 1);
+    c.zero_stage = GEMINI_ZERO_PARAMS;
+    CHECK_OK(gemini_arena_create(s->w.mgr, &c, &arena));
+    gemini_tensor_t t = world_tensor(&s->w, arena, "t", W);
+    for (int k = 0; k < 16; k++) {
+      gemini_access_t a = world_whole(t, k ? READ : WRITE, DEVICE);
+      CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      if (!k) memset(a.ptr, 0, W);
+      CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    }
+    CHECK_OK(gemini_arena_destroy(s->w.mgr, arena));
+    CHECK_OK(gemini_group_close(s->w.mgr, c.group));
+  }
+  return NULL;
+}
 static void test_looks_at_any_moment_of_other_threads(void) {
   scene_t s;
   scene_open(&s, 1);
   atomic_store(&stop, false);
-  pthread_t threads[4];
+  pthread_t threads[5];
   for (int i = 0; i < 4; i++) threads[i] = start(work, &s);
+  threads[4] = start(gather, &s);
   for (int i = 0; i < 400; i++) {
     CHECK(strstr(dump(&s.w), "waits: "));
     figures_t stats = world_stats(&s.w);
-    CHECK(stats.model_bytes == 2 * W && stats.used_bytes[DEVICE] <= 4 * W && stats.used_bytes[HOST] <= 8 * W);
+    CHECK(stats.model_bytes >= 2 * W && stats.model_bytes <= 4 * W && stats.used_bytes[DEVICE] <= 4 * W &&
+          stats.used_bytes[HOST] <= 8 * W);
   }
   atomic_store(&stop, true);
-  for (int i = 0; i < 4; i++) join(threads[i]);
+  for (int i = 0; i < 5; i++) join(threads[i]);
   scene_close(&s);
 }
 
@@ -580,6 +806,9 @@ int main(void) {
   RUN(test_space_in_files_is_a_wait);
   RUN(test_a_callback_that_hangs_is_named);
   RUN(test_the_watchdog_reports_who_waits_for_what);
+  RUN(test_the_watchdog_says_what_is_where);
+  RUN(test_a_wait_for_a_rank_that_has_stopped_says_where_its_group_is);
+  RUN(test_a_lock_that_nobody_gives_back_hides_the_records_only);
   RUN(test_the_watchdog_leaves_out_short_waits);
   RUN(test_a_watchdog_needs_a_log);
   RUN(test_watchdog_and_workers_leave_signals_to_the_program);

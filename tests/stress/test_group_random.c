@@ -1,9 +1,18 @@
 /* Random training programs over several ranks, each a process: every rank computes from the seed what each call must
- * give. Only public headers. SPDX-License-Identifier: Apache-2.0 */
+ * give. In every fourth program a rank is killed at a random step; all others must then fail, and name it. Only public
+ * headers. SPDX-License-Identifier: Apache-2.0
+ *
+ * GEMINI_STRESS_STEPS is the number of steps of all programs together. A step is a call of rank 0 that does something:
+ * it begins an iteration or an operator, acquires, sets a state, updates, zeroes, computes a norm, registers, loads,
+ * stores, moves, hints, pins, exchanges, saves or resumes. Not counted are the calls that end one of these, those that
+ * only ask, and the calls of the other ranks, which are about as many on each. */
 #include <dirent.h>
 #include <math.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 
 #include "../fork.h"
 #include "../integration/world.h"
@@ -14,7 +23,19 @@
 #define CHUNK WORLD_CHUNK
 #define DEVICE GEMINI_TIER_DEVICE
 #define HOST GEMINI_TIER_HOST
-enum { RANKS_MOST = 4, TENSORS_MOST = 16, OPS_MOST = 12, SCRIPTS = 3, USES_MOST = 4, STEPS = 25 };
+enum { RANKS_MOST = 4, TENSORS_MOST = 16, OPS_MOST = 12, SCRIPTS = 3, USES_MOST = 4, ROUNDS = 25 };
+enum { NOBODY = RANKS_MOST, LATEST_DEATH = 600 /* in steps */ };
+/* After a rank was killed, all others have an error within this time, far below the deadline of the group. */
+#define LATEST_NS (SANITIZED ? UINT64_C(30000000000) : UINT64_C(10000000000))
+#define DEADLINE_NS UINT64_C(60000000000)
+
+/* What all processes of a program share. */
+typedef struct {
+  _Atomic uint64_t steps;   /* of rank 0 */
+  _Atomic uint64_t died_ns; /* when the victim was killed; 0: it lives */
+  pid_t pids[RANKS_MOST];
+} shared_t;
+static shared_t *shared;
 
 /* ---- what a program is made of; all of it follows from the seed */
 typedef struct {
@@ -31,7 +52,11 @@ typedef struct {
   uint64_t seed, state; /* state: of the choices that all ranks make alike */
   uint64_t own_state;   /* of those that each rank makes by itself */
   uint32_t rank, ranks, shard_ranks, stage, element_bytes;
-  world_t w;
+  uint32_t bucket;         /* chunks that are added together */
+  uint64_t steps, dies_at; /* dies_at: of the victim */
+  uint32_t victim;         /* the rank that is killed, or NOBODY */
+  jmp_buf failed;          /* of a survivor: to where it goes when a call reports the failure */
+  world_t w, loading;      /* loading: of a checkpoint that is compared */
   gemini_group_t group;
   gemini_arena_t params, grads, masters;
   gemini_tensor_t param[TENSORS_MOST], grad[TENSORS_MOST];
@@ -40,6 +65,7 @@ typedef struct {
   uint32_t step, written; /* written: counts writes of parameters, to give each other values */
   bool has_gradient[TENSORS_MOST];
   float *p, *m, *g; /* parameters, masters, sums of gradients: what all ranks together must have */
+  float *scratch;   /* of as many elements */
   struct {          /* gradients with bytes of their own, which are added in rounds */
     bool on;
     float *local[RANKS_MOST]; /* what each rank has written and not added */
@@ -50,9 +76,9 @@ typedef struct {
   script_t scripts[SCRIPTS];
   struct update *updates;
   int fd;
-  bool files;      /* there is a file tier */
-  const char *dir; /* for checkpoints of all ranks */
-  _Atomic uint64_t wrong;
+  bool files;                            /* there is a file tier */
+  const char *dir;                       /* for checkpoints of all ranks */
+  _Atomic uint64_t wrong, wrong_on_host; /* wrong_on_host: gradients that an update on the host was given */
 } rank_t;
 
 static uint32_t choose(rank_t *k, uint32_t below) { return (uint32_t)(check_random(&k->state) >> 33) % below; }
@@ -90,6 +116,25 @@ static bool takes_part(const rank_t *k, uint32_t rank, uint32_t tensor) {
   return mix(tensor, rank + 7, k->seed * 131 + k->batch) % 4 != 0;
 }
 
+/* ---- steps */
+static void step(rank_t *k) {
+  if (k->rank == 0) atomic_fetch_add(&shared->steps, 1);
+  if (++k->steps != k->dies_at || k->rank != k->victim) return;
+  atomic_store(&shared->died_ns, now_ns());
+  kill(getpid(), SIGKILL);
+}
+/* A call may fail only because a rank was killed; then this does not return. PENDING: of an update that was accepted
+ * before. */
+static void expect(rank_t *k, gemini_status_t status, gemini_status_t expected, const char *call, int line) {
+  if (status == expected) return;
+  if ((status == GEMINI_ERR_PEER || status == GEMINI_ERR_PENDING) && k->victim != NOBODY) longjmp(k->failed, 1);
+  fprintf(stderr, "%s:%d: rank %u: %s is %d, expected %d\n  last error: %s: %s\n", __FILE__, line, k->rank, call,
+          status, expected, world_error().operation, world_error().message);
+  exit(1);
+}
+#define OK(k, call) expect(k, call, GEMINI_OK, #call, __LINE__)
+#define STEP(k, call) (step(k), OK(k, call))
+
 /* ---- queued functions */
 typedef struct {
   rank_t *k;
@@ -122,8 +167,13 @@ static void queue(rank_t *k, gemini_stream_t stream, void (*fn)(void *), void *a
   call_t *c = malloc(sizeof *c);
   *c = (call_t){ k, at, malloc(k->elements[tensor] * sizeof(float)), k->elements[tensor] };
   memcpy(c->values, from + k->first[tensor], c->count * sizeof(float));
-  if (stream) CHECK_OK(gemini_stream_call(k->w.mgr, stream, fn, c));
-  else fn(c);
+  gemini_status_t status = stream ? gemini_stream_call(k->w.mgr, stream, fn, c) : GEMINI_OK;
+  if (status) {
+    free(c->values);
+    free(c);
+    OK(k, status);
+  }
+  if (!stream) fn(c);
 }
 
 /* One update; it may run after its call has returned. */
@@ -143,6 +193,7 @@ static void span(void *user, const gemini_update_span_t *s) {
     put(s->ptr[0], i, k->element_bytes, *master);
   }
   if (wrong) atomic_fetch_add(&k->wrong, wrong);
+  if (wrong && s->tier == HOST) atomic_fetch_add(&k->wrong_on_host, wrong);
 }
 typedef struct {
   update_t *u;
@@ -171,22 +222,26 @@ static uint32_t choose_alone(rank_t *k, uint32_t below) {
 static void move_slices(rank_t *k) {
   const uint32_t t = choose_alone(k, k->tensors);
   gemini_tensor_t tensor = choose_alone(k, 2) ? k->param[t] : k->grad[t];
-  if (choose_alone(k, 3) == 0) CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[t], k->masters, &tensor));
+  if (choose_alone(k, 3) == 0) OK(k, gemini_tensor_counterpart(k->w.mgr, k->param[t], k->masters, &tensor));
   gemini_access_t range = world_whole(tensor, 0, choose_alone(k, 3));
   uint64_t bytes = 0;
   gemini_status_t status = GEMINI_OK;
   switch (choose_alone(k, 4)) {
-  case 0: CHECK_OK(gemini_hint(k->w.mgr, &range, 1)); break;
-  case 1: status = gemini_move(k->w.mgr, &range, 1); break;
-  case 2:
-    status = gemini_pin(k->w.mgr, &range);
-    if (!status) CHECK_OK(gemini_unpin(k->w.mgr, &range));
+  case 0: STEP(k, gemini_hint(k->w.mgr, &range, 1)); break;
+  case 1:
+    step(k);
+    status = gemini_move(k->w.mgr, &range, 1);
     break;
-  default: CHECK_OK(gemini_tier_bytes(k->w.mgr, &range, &bytes));
+  case 2:
+    step(k);
+    status = gemini_pin(k->w.mgr, &range);
+    if (!status) OK(k, gemini_unpin(k->w.mgr, &range));
+    break;
+  default: OK(k, gemini_tier_bytes(k->w.mgr, &range, &bytes));
   }
   if (status != GEMINI_ERR_BUSY && status != GEMINI_ERR_OOM_DEVICE && status != GEMINI_ERR_OOM_HOST &&
       status != GEMINI_ERR_OOM_FILE && (k->files || range.tier != GEMINI_TIER_FILE))
-    CHECK_OK(status);
+    OK(k, status);
 }
 static void move_some(rank_t *k) {
   while (choose_alone(k, 4) == 0) move_slices(k);
@@ -195,7 +250,7 @@ static void move_some(rank_t *k) {
 /* ---- steps */
 static void meet(rank_t *k) { /* all ranks are here */
   uint64_t mine = k->state, all[RANKS_MOST];
-  CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &mine, sizeof mine, all));
+  STEP(k, gemini_group_exchange(k->w.mgr, k->group, &mine, sizeof mine, all));
   for (uint32_t r = 0; r < k->ranks; r++) CHECK_EQ(all[r], mine);
 }
 
@@ -207,12 +262,12 @@ static void new_values(rank_t *k, uint32_t tensor) {
 
 /* The tensor's values as this rank may write them on the device: only those in its own slices count. */
 static float *own_slices(rank_t *k, uint32_t t) {
-  float *mine = malloc(k->end * sizeof *mine);
+  float *mine = k->scratch;
   gemini_access_t all = world_whole(k->param[t], GEMINI_READ, DEVICE);
   uint64_t offset, size, next = 0;
   for (uint64_t i = k->first[t]; i < k->first[t] + k->elements[t]; i++) mine[i] = 12345;
   for (;; next = offset + size) {
-    CHECK_OK(gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
+    OK(k, gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
     if (!size) return mine;
     uint64_t first = k->first[t] + offset / k->element_bytes;
     memcpy(mine + first, k->p + first, size / k->element_bytes * sizeof *mine);
@@ -251,27 +306,32 @@ static void sums_add_chunk(rank_t *k) {
   k->sums.due = k->sums.written = false;
   k->sums.summed = true;
 }
+/* Chunks that are added together next. */
+static uint32_t sums_bucket(const rank_t *k) { return (chunk_count(k) - 1 - k->sums.reduced) % k->bucket + 1; }
+static void sums_add_bucket(rank_t *k) {
+  for (uint32_t left = sums_bucket(k); left > 0; left--) sums_add_chunk(k);
+}
 static bool sums_next_is_ready(const rank_t *k) {
-  const uint64_t c = chunk_count(k) - 1 - k->sums.reduced;
+  const uint64_t last = chunk_count(k) - 1 - k->sums.reduced, first = last + 1 - sums_bucket(k);
   for (uint32_t t = 0; t < k->tensors; t++)
-    if (chunk_of(k, k->first[t]) <= c && chunk_of(k, k->first[t] + k->elements[t] - 1) >= c && !k->sums.ready[t])
+    if (chunk_of(k, k->first[t]) <= last && chunk_of(k, k->first[t] + k->elements[t] - 1) >= first && !k->sums.ready[t])
       return false;
   return true;
 }
 static void sums_ready(rank_t *k, uint32_t t) {
   k->sums.ready[t] = k->sums.due = true;
-  while (k->sums.due && k->stage != GEMINI_ZERO_STATES && sums_next_is_ready(k)) sums_add_chunk(k);
+  while (k->sums.due && k->stage != GEMINI_ZERO_STATES && sums_next_is_ready(k)) sums_add_bucket(k);
 }
 static void sums_add_all(rank_t *k) {
   k->sums.due |= k->sums.written;
-  while (k->sums.due) sums_add_chunk(k);
+  while (k->sums.due) sums_add_bucket(k);
 }
 static void sums_zero(rank_t *k) {
   const bool all = choose(k, 3) == 0;
   const uint32_t t = choose(k, k->tensors);
   const uint64_t first = all ? 0 : k->first[t], count = all ? k->end : k->elements[t];
   gemini_access_t range = all ? world_whole(k->grads, 0, 0) : world_whole(k->grad[t], 0, 0);
-  CHECK_OK(gemini_zero(k->w.mgr, &range));
+  STEP(k, gemini_zero(k->w.mgr, &range));
   memset(k->g + first, 0, count * sizeof(float));
   for (uint32_t r = 0; r < k->ranks; r++) memset(k->sums.local[r] + first, 0, count * sizeof(float));
   if (all) k->sums.summed = false;
@@ -279,7 +339,8 @@ static void sums_zero(rank_t *k) {
 static void sums_gradient(rank_t *k, uint32_t t) {
   if (chunk_of(k, k->first[t] + k->elements[t] - 1) + k->sums.reduced >= chunk_count(k)) { /* added in this round */
     gemini_access_t refused = world_whole(k->grad[t], GEMINI_READ_WRITE, DEVICE);
-    CHECK_STATUS(gemini_acquire(k->w.mgr, &refused, 1, k->w.stream), GEMINI_ERR_STATE);
+    step(k);
+    expect(k, gemini_acquire(k->w.mgr, &refused, 1, k->w.stream), GEMINI_ERR_STATE, "gemini_acquire", __LINE__);
     return;
   }
   const bool adds = choose(k, 2) || k->sums.ready[t], ready = k->sums.ready[t] || choose(k, 8);
@@ -291,18 +352,17 @@ static void sums_gradient(rank_t *k, uint32_t t) {
     }
   if (takes_part(k, k->rank, t)) {
     gemini_access_t use = world_whole(k->grad[t], adds ? GEMINI_READ_WRITE : GEMINI_WRITE, DEVICE);
-    float *mine = malloc((k->first[t] + k->elements[t]) * sizeof *mine);
+    float *mine = k->scratch;
     for (uint64_t e = k->first[t]; e < k->first[t] + k->elements[t]; e++) mine[e] = gradient_of(k, k->rank, e);
-    CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
+    STEP(k, gemini_acquire(k->w.mgr, &use, 1, k->w.stream));
     queue(k, k->w.stream, adds ? add : fill, use.ptr, t, mine);
-    CHECK_OK(gemini_release(k->w.mgr, &use, 1, k->w.stream));
-    free(mine);
+    OK(k, gemini_release(k->w.mgr, &use, 1, k->w.stream));
   }
   if (!ready) return;
   const uint32_t state = world_tensor_info(&k->w, k->grad[t]).state;
-  if (state == GEMINI_STATE_FREE) CHECK_OK(gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_HOLD));
+  if (state == GEMINI_STATE_FREE) STEP(k, gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_HOLD));
   if (state != GEMINI_STATE_READY_FOR_REDUCE)
-    CHECK_OK(gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_READY_FOR_REDUCE));
+    STEP(k, gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_READY_FOR_REDUCE));
   sums_ready(k, t);
 }
 
@@ -312,24 +372,24 @@ static void run_op(rank_t *k, const op_t *op, uint32_t number, uint32_t script) 
   uint32_t used[USES_MOST], count = 0;
   snprintf(name, sizeof name, "op %u of %u", number, script);
   move_some(k);
-  CHECK_OK(gemini_op_begin(k->w.mgr, name, k->w.stream));
+  STEP(k, gemini_op_begin(k->w.mgr, name, k->w.stream));
   move_some(k);
   for (uint32_t i = 0; i < op->use_count; i++) { /* a parameter whose gradient is there cannot be read */
     if (k->has_gradient[op->uses[i]]) continue;
     used[count] = op->uses[i];
     uses[count++] = world_whole(k->param[op->uses[i]], GEMINI_READ, DEVICE);
   }
-  CHECK_OK(gemini_acquire(k->w.mgr, uses, count, k->w.stream));
+  if (count) step(k);
+  OK(k, gemini_acquire(k->w.mgr, uses, count, k->w.stream));
   for (uint32_t i = 0; i < count; i++) queue(k, k->w.stream, compare, uses[i].ptr, used[i], k->p);
-  CHECK_OK(gemini_release(k->w.mgr, uses, count, k->w.stream));
+  OK(k, gemini_release(k->w.mgr, uses, count, k->w.stream));
   if (op->writes >= 0 && !k->has_gradient[op->writes]) {
     gemini_access_t write = world_whole(k->param[op->writes], GEMINI_WRITE, DEVICE);
     new_values(k, (uint32_t)op->writes);
     float *mine = own_slices(k, (uint32_t)op->writes);
-    CHECK_OK(gemini_acquire(k->w.mgr, &write, 1, k->w.stream));
+    STEP(k, gemini_acquire(k->w.mgr, &write, 1, k->w.stream));
     queue(k, k->w.stream, fill, write.ptr, (uint32_t)op->writes, mine);
-    CHECK_OK(gemini_release(k->w.mgr, &write, 1, k->w.stream));
-    free(mine);
+    OK(k, gemini_release(k->w.mgr, &write, 1, k->w.stream));
   }
   for (uint32_t i = 0; i < op->use_count; i++) {
     uint32_t t = op->uses[i];
@@ -346,32 +406,31 @@ static void run_op(rank_t *k, const op_t *op, uint32_t number, uint32_t script) 
     }
     if (takes_part(k, k->rank, t)) {
       gemini_access_t write = world_whole(k->grad[t], GEMINI_WRITE, DEVICE);
-      float *mine = malloc((k->first[t] + k->elements[t]) * sizeof *mine);
+      float *mine = k->scratch;
       for (uint64_t e = k->first[t]; e < k->first[t] + k->elements[t]; e++) mine[e] = gradient_of(k, k->rank, e);
-      CHECK_OK(gemini_acquire(k->w.mgr, &write, 1, k->w.stream));
+      STEP(k, gemini_acquire(k->w.mgr, &write, 1, k->w.stream));
       queue(k, k->w.stream, fill, write.ptr, t, mine);
-      CHECK_OK(gemini_release(k->w.mgr, &write, 1, k->w.stream));
-      free(mine);
+      OK(k, gemini_release(k->w.mgr, &write, 1, k->w.stream));
     }
     if (world_tensor_info(&k->w, k->grad[t]).state == GEMINI_STATE_FREE)
-      CHECK_OK(gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_HOLD));
+      STEP(k, gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_HOLD));
     if (mix(t, k->step, k->seed) % 8) /* else the update adds it, on all ranks */
-      CHECK_OK(gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_READY_FOR_REDUCE));
+      STEP(k, gemini_tensor_state_set(k->w.mgr, k->grad[t], GEMINI_STATE_READY_FOR_REDUCE));
   }
-  CHECK_OK(gemini_op_end(k->w.mgr));
+  OK(k, gemini_op_end(k->w.mgr));
 }
 
 static void check_norm(rank_t *k, gemini_arena_t arena, const float *values) {
   double norm, all[RANKS_MOST], squares = 0;
   if (k->sums.on && arena == k->grads) sums_add_all(k);
   gemini_access_t whole = world_whole(arena, GEMINI_READ, DEVICE);
-  CHECK_OK(
-      gemini_norm(k->w.mgr, &whole, k->element_bytes == 4 ? GEMINI_DTYPE_F32 : GEMINI_DTYPE_BF16, k->w.stream, &norm));
+  STEP(k,
+       gemini_norm(k->w.mgr, &whole, k->element_bytes == 4 ? GEMINI_DTYPE_F32 : GEMINI_DTYPE_BF16, k->w.stream, &norm));
   for (uint32_t t = 0; t < k->tensors; t++)
     for (uint64_t i = k->first[t]; i < k->first[t] + k->elements[t]; i++)
       squares += (double)values[i] * (double)values[i];
   CHECK(fabs(norm - sqrt(squares)) <= 1e-12 * norm);
-  CHECK_OK(gemini_group_exchange(k->w.mgr, k->group, &norm, sizeof norm, all));
+  STEP(k, gemini_group_exchange(k->w.mgr, k->group, &norm, sizeof norm, all));
   for (uint32_t r = 0; r < k->ranks; r++) CHECK(!memcmp(&all[r], &norm, sizeof norm));
 }
 
@@ -395,7 +454,7 @@ static void update(rank_t *k) {
   memcpy(one->g, k->g, k->end * sizeof(float));
   k->updates = one;
   u.user = one;
-  CHECK_OK(gemini_update(k->w.mgr, &u));
+  STEP(k, gemini_update(k->w.mgr, &u));
   for (uint32_t t = 0; t < k->tensors; t++) {
     for (uint64_t i = k->first[t]; i < k->first[t] + k->elements[t]; i++) {
       k->m[i] = 0.875F * k->m[i] - 0.125F * k->g[i];
@@ -417,8 +476,8 @@ static void iteration(rank_t *k) {
   }
   k->step++;
   if (!k->sums.on) k->batch = k->step;
-  CHECK_OK(gemini_iteration_begin(k->w.mgr));
-  CHECK_OK(gemini_phase_set(k->w.mgr, GEMINI_PHASE_BACKWARD));
+  STEP(k, gemini_iteration_begin(k->w.mgr));
+  OK(k, gemini_phase_set(k->w.mgr, GEMINI_PHASE_BACKWARD));
   const uint32_t passes = k->sums.on ? 1 + choose(k, 3) : 1; /* micro-batches */
   for (uint32_t i = 0; i < script->op_count * passes; i++) {
     run_op(k, &script->ops[i % script->op_count], i % script->op_count, script->number);
@@ -428,9 +487,9 @@ static void iteration(rank_t *k) {
   bool any = choose(k, 3) == 0;
   if (k->sums.on) any = choose(k, 2); /* else they are added to by the next iteration */
   for (uint32_t t = 0; t < k->tensors; t++) any |= k->has_gradient[t];
-  CHECK_OK(gemini_phase_set(k->w.mgr, GEMINI_PHASE_UPDATE));
+  OK(k, gemini_phase_set(k->w.mgr, GEMINI_PHASE_UPDATE));
   if (any) update(k);
-  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  OK(k, gemini_iteration_end(k->w.mgr));
 }
 
 /* Reads, or with write overwrites, this rank's slices of a tensor on the host. */
@@ -439,16 +498,16 @@ static void host_slices(rank_t *k, gemini_tensor_t tensor, uint32_t t, uint32_t 
   gemini_access_t all = world_whole(tensor, GEMINI_READ, HOST);
   uint64_t offset, size, next = 0, wrong = 0;
   for (;; next = offset + size) {
-    CHECK_OK(gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
+    OK(k, gemini_slice_next(k->w.mgr, &all, next, &offset, &size));
     if (!size) break;
     gemini_access_t slice = world_part(tensor, offset, size, write ? GEMINI_WRITE : GEMINI_READ, HOST);
-    CHECK_OK(gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    STEP(k, gemini_acquire(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
     for (uint64_t i = 0; i < size / bytes; i++) {
       float value = values[k->first[t] + offset / bytes + i];
       if (write) put(slice.ptr, i, bytes, value);
       else wrong += get(slice.ptr, i, bytes) != value;
     }
-    CHECK_OK(gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
+    OK(k, gemini_release(k->w.mgr, &slice, 1, GEMINI_STREAM_CALLER));
   }
   CHECK_EQ(wrong, 0);
 }
@@ -461,9 +520,9 @@ static void outside(rank_t *k, uint32_t t) {
   switch (choose(k, k->sums.on ? 11 : 9)) {
   case 0:
   case 1:
-    CHECK_OK(gemini_acquire(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    STEP(k, gemini_acquire(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
     queue(k, NULL, compare, all.ptr, t, k->p);
-    CHECK_OK(gemini_release(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    OK(k, gemini_release(k->w.mgr, &all, 1, GEMINI_STREAM_CALLER));
     break;
   case 2: host_slices(k, k->param[t], t, bytes, k->p, false); break;
   case 3:
@@ -474,7 +533,7 @@ static void outside(rank_t *k, uint32_t t) {
     break;
   case 4: {
     gemini_tensor_t master;
-    CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[t], k->masters, &master));
+    OK(k, gemini_tensor_counterpart(k->w.mgr, k->param[t], k->masters, &master));
     host_slices(k, master, t, 4, k->m, false);
     break;
   }
@@ -482,7 +541,7 @@ static void outside(rank_t *k, uint32_t t) {
   case 6:
     meet(k);
     memset(k->p + k->first[t], 0, k->elements[t] * sizeof(float));
-    CHECK_OK(gemini_zero(k->w.mgr, &all));
+    STEP(k, gemini_zero(k->w.mgr, &all));
     meet(k);
     break;
   case 9:
@@ -503,12 +562,12 @@ static void outside(rank_t *k, uint32_t t) {
     }
     new_values(k, t);
     meet(k);
-    CHECK_OK(gemini_load(k->w.mgr, &all, k->fd, 77));
+    STEP(k, gemini_load(k->w.mgr, &all, k->fd, 77));
     meet(k);
     break;
   default:
     meet(k);
-    CHECK_OK(gemini_store(k->w.mgr, &all, k->fd, 13));
+    STEP(k, gemini_store(k->w.mgr, &all, k->fd, 13));
     meet(k);
     values = malloc(k->elements[t] * bytes);
     CHECK_EQ(pread(k->fd, values, k->elements[t] * bytes, 13), (ssize_t)(k->elements[t] * bytes));
@@ -526,12 +585,13 @@ static void add_tensor(rank_t *k) {
   uint32_t t = k->tensors++;
   snprintf(name, sizeof name, "tensor %u", t);
   k->elements[t] = 1 + choose(k, choose(k, 2) ? 40000 : 600);
-  k->param[t] = world_tensor(&k->w, k->params, name, k->elements[t] * k->element_bytes);
-  CHECK_OK(gemini_tensor_counterpart(k->w.mgr, k->param[t], k->grads, &k->grad[t]));
+  STEP(k, gemini_tensor_register(k->w.mgr, k->params, name, k->elements[t] * k->element_bytes, GEMINI_OFFSET_NEXT,
+                                 &k->param[t]));
+  OK(k, gemini_tensor_counterpart(k->w.mgr, k->param[t], k->grads, &k->grad[t]));
   k->first[t] = world_tensor_info(&k->w, k->param[t]).offset_bytes / k->element_bytes;
   uint64_t end = k->first[t] + k->elements[t];
-  float **arrays[] = { &k->p, &k->m, &k->g };
-  for (int i = 0; i < 3; i++) {
+  float **arrays[] = { &k->p, &k->m, &k->g, &k->scratch };
+  for (int i = 0; i < 4; i++) {
     *arrays[i] = realloc(*arrays[i], end * sizeof(float));
     memset(*arrays[i] + k->end, 0, (end - k->end) * sizeof(float));
   }
@@ -577,13 +637,16 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   g.ranks = k->ranks;
   g.shard_ranks = k->shard_ranks;
   g.id = id;
-  g.deadline_ns = UINT64_C(60000000000);
-  CHECK_OK(gemini_group_open(k->w.mgr, &g, &k->group));
+  g.deadline_ns = DEADLINE_NS;
+  k->bucket = 1 + choose(k, 2) * choose(k, 6);
+  g.bucket_bytes = k->bucket * CHUNK;
+  if (k->shard_ranks == 1) k->bucket = 1; /* nobody to add with */
+  OK(k, gemini_group_open(k->w.mgr, &g, &k->group));
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
   a.element_bytes = k->element_bytes;
   a.group = k->group;
   a.zero_stage = k->stage;
-  CHECK_OK(gemini_arena_create(k->w.mgr, &a, &k->params));
+  STEP(k, gemini_arena_create(k->w.mgr, &a, &k->params));
   a.group = NULL;
   a.zero_stage = 0;
   a.kind = GEMINI_KIND_GRAD;
@@ -591,19 +654,19 @@ static void open_rank(rank_t *k, const gemini_group_id_t *id) {
   if (k->sums.on) a.like = k->params;
   else a.reuse = k->params;
   a.dtype = k->element_bytes == 2 ? GEMINI_DTYPE_BF16 : GEMINI_DTYPE_F32;
-  CHECK_OK(gemini_arena_create(k->w.mgr, &a, &k->grads));
+  STEP(k, gemini_arena_create(k->w.mgr, &a, &k->grads));
   a.reuse = NULL;
   a.dtype = 0;
   a.like = k->params;
   a.kind = GEMINI_KIND_MASTER;
   a.element_bytes = 4;
-  CHECK_OK(gemini_arena_create(k->w.mgr, &a, &k->masters));
+  STEP(k, gemini_arena_create(k->w.mgr, &a, &k->masters));
   for (uint32_t n = 2 + choose(k, 9); n-- > 0;) add_tensor(k);
   make_scripts(k);
   /* All gradients may be on the device at once, and the parameters of an operator; of stages that keep them, all. */
   uint64_t chunks = (k->end * k->element_bytes + CHUNK - 1) / CHUNK + 8; /* 3 more tensors may come */
   if (k->stage == GEMINI_ZERO_PARAMS || k->stage == GEMINI_ZERO_AUTO)
-    CHECK_OK(gemini_budget_set(k->w.mgr, DEVICE, (chunks + 18 + choose(k, 6)) * CHUNK));
+    OK(k, gemini_budget_set(k->w.mgr, DEVICE, (chunks + 18 + choose(k, 6)) * CHUNK));
 }
 
 /* A checkpoint of all ranks, which each of them then loads by itself, whole. */
@@ -611,22 +674,21 @@ static void check_saved(rank_t *k) {
   bool gradients = false;
   for (uint32_t t = 0; t < k->tensors; t++) gradients |= k->has_gradient[t];
   if (gradients) {
-    CHECK_OK(gemini_iteration_begin(k->w.mgr));
+    STEP(k, gemini_iteration_begin(k->w.mgr));
     update(k);
-    CHECK_OK(gemini_iteration_end(k->w.mgr));
+    OK(k, gemini_iteration_end(k->w.mgr));
   }
   if (k->sums.on) check_norm(k, k->grads, k->g); /* all have been added */
   for (uint32_t i = 1 + choose(k, 2); i-- > 0;) {
-    CHECK_OK(gemini_group_checkpoint(k->w.mgr, k->group, k->dir, "run"));
+    STEP(k, gemini_group_checkpoint(k->w.mgr, k->group, k->dir, "run"));
     move_some(k);
   }
   rank_t one = *k;
-  const gemini_group_t group = k->group;
-  one.w = world_open(world_config(90, 200, 0));
+  one.w = k->loading = world_open(world_config(90, 200, 0));
   one.group = NULL;
   gemini_arena_config_t a = GEMINI_ARENA_CONFIG_INIT;
   a.element_bytes = k->element_bytes;
-  CHECK_OK(gemini_arena_create(one.w.mgr, &a, &one.params));
+  OK(k, gemini_arena_create(one.w.mgr, &a, &one.params));
   one.grads = world_arena(&one.w, GEMINI_KIND_GRAD, k->element_bytes, NULL, k->sums.on ? one.params : NULL,
                           k->sums.on ? NULL : one.params);
   one.masters = world_arena(&one.w, GEMINI_KIND_MASTER, 4, NULL, one.params, NULL);
@@ -634,36 +696,32 @@ static void check_saved(rank_t *k) {
     char name[24];
     snprintf(name, sizeof name, "tensor %u", t);
     one.param[t] = world_tensor(&one.w, one.params, name, k->elements[t] * k->element_bytes);
-    CHECK_OK(gemini_tensor_counterpart(one.w.mgr, one.param[t], one.grads, &one.grad[t]));
+    OK(k, gemini_tensor_counterpart(one.w.mgr, one.param[t], one.grads, &one.grad[t]));
   }
-  CHECK_OK(gemini_group_resume(one.w.mgr, NULL, k->dir, "run"));
+  STEP(&one, gemini_group_resume(one.w.mgr, NULL, k->dir, "run"));
   for (uint32_t t = 0; t < k->tensors; t++) {
     gemini_tensor_t master;
-    CHECK_OK(gemini_tensor_counterpart(one.w.mgr, one.param[t], one.masters, &master));
+    OK(k, gemini_tensor_counterpart(one.w.mgr, one.param[t], one.masters, &master));
     host_slices(&one, one.param[t], t, k->element_bytes, k->p, false);
     host_slices(&one, master, t, 4, k->m, false);
     if (k->sums.summed) host_slices(&one, one.grad[t], t, k->element_bytes, k->g, false);
   }
   world_close(&one.w);
-  k->group = group;
+  k->loading = (world_t){ 0 };
+  k->steps = one.steps;
   meet(k);
 }
 
+/* ---- a program */
 static uint32_t ranks_of(uint64_t seed) {
   rank_t k = { .state = seed };
   return 2 + choose(&k, RANKS_MOST - 1);
 }
+static uint32_t victim_of(uint64_t seed) { return seed % 4 ? NOBODY : (uint32_t)(mix(seed, 3, 5) % ranks_of(seed)); }
 
-static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, int fd, const char *dir,
-                     uint64_t steps) {
-  rank_t *k = calloc(1, sizeof *k);
-  k->seed = k->state = seed;
-  k->rank = rank;
-  k->fd = fd;
-  k->dir = dir;
-  k->own_state = mix(seed, rank, 99);
+static void run_rounds(rank_t *k, const gemini_group_id_t *id) {
   open_rank(k, id);
-  for (uint64_t n = 0; n < steps; n++) {
+  for (uint64_t n = 0; n < ROUNDS; n++) {
     if (choose(k, 3)) iteration(k);
     else
       for (uint32_t t = choose(k, k->tensors), count = 1 + choose(k, 5); count-- > 0;) outside(k, t);
@@ -671,10 +729,55 @@ static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, 
     if (choose(k, 20) == 0) check_saved(k);
     if (atomic_load(&k->wrong)) break;
   }
-  CHECK_OK(gemini_update_wait(k->w.mgr));
-  CHECK_OK(gemini_stream_synchronize(k->w.mgr, k->w.stream));
-  CHECK_EQ(atomic_load(&k->wrong), 0);
-  world_close(&k->w);
+  OK(k, gemini_update_wait(k->w.mgr));
+  OK(k, gemini_stream_synchronize(k->w.mgr, k->w.stream));
+  if (k->victim == NOBODY) return;
+  k->dies_at = k->steps + 1; /* if the program was too short for it */
+  meet(k);
+  CHECK(k->victim == NOBODY); /* a rank that was killed has taken part */
+}
+
+/* A survivor: the failure has come in time, it names the victim, and the group stays failed. */
+static void check_failure(rank_t *k) {
+  const uint64_t failed_ns = now_ns(), died_ns = atomic_load(&shared->died_ns);
+  const gemini_error_info_t first = world_error();
+  char name[32];
+  snprintf(name, sizeof name, "rank %u ", k->victim);
+  CHECK(died_ns);
+  CHECK(failed_ns < died_ns + LATEST_NS);
+  CHECK_SAYS(first.message, name);
+  CHECK_SAYS(first.message, "has ended");
+  uint8_t byte = 0, bytes[RANKS_MOST];
+  if (k->group) /* else it could not be opened */
+    CHECK_STATUS(gemini_group_exchange(k->w.mgr, k->group, &byte, 1, bytes), GEMINI_ERR_PEER);
+}
+static void close_failed(world_t *w) {
+  const gemini_status_t status = gemini_manager_close(w->mgr);
+  CHECK(status == GEMINI_OK || status == GEMINI_ERR_PEER || status == GEMINI_ERR_DEVICE);
+  if (*w->dir) CHECK_EQ(rmdir(w->dir), 0);
+}
+
+static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, int fd, const char *dir) {
+  process_t before = process_now();
+  rank_t *k = calloc(1, sizeof *k);
+  k->seed = k->state = seed;
+  k->rank = rank;
+  k->fd = fd;
+  k->dir = dir;
+  k->own_state = mix(seed, rank, 99);
+  k->victim = victim_of(seed);
+  k->dies_at = 1 + mix(seed, 11, 13) % LATEST_DEATH;
+  if (setjmp(k->failed)) {
+    check_failure(k);
+    if (k->loading.mgr) close_failed(&k->loading);
+    close_failed(&k->w);
+  } else {
+    run_rounds(k, id);
+    CHECK_EQ(atomic_load(&k->wrong), 0);
+    world_close(&k->w);
+  }
+  /* On the device, what was queued behind a gather or a sum that failed has run over bytes that never came. */
+  CHECK_EQ(atomic_load(&k->wrong_on_host), 0);
   for (update_t *u = k->updates, *next; u; u = next) {
     next = u->next;
     free(u->g);
@@ -683,51 +786,74 @@ static void run_rank(uint64_t seed, uint32_t rank, const gemini_group_id_t *id, 
   free(k->p);
   free(k->m);
   free(k->g);
-  for (uint32_t r = 0; r < k->ranks; r++) free(k->sums.local[r]);
+  free(k->scratch);
+  for (uint32_t r = 0; r < RANKS_MOST; r++) free(k->sums.local[r]);
   free(k);
-}
-
-/* Runs rank 0, and the others in children. */
-static void lead(uint64_t seed) {
-  gemini_group_id_t id;
-  uint32_t ranks = ranks_of(seed);
-  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, ranks, &id));
-  int fd = memfd_create("shared", MFD_CLOEXEC);
-  char dir[64], path[400];
-  dir_make(dir);
-  pid_t pids[RANKS_MOST];
-  process_t before = process_now();
-  for (uint32_t r = 1; r < ranks; r++) {
-    pids[r] = fork_child();
-    if (pids[r]) continue;
-    run_rank(seed, r, &id, fd, dir, STEPS);
-    exit(0);
-  }
-  run_rank(seed, 0, &id, fd, dir, STEPS);
-  for (uint32_t r = 1; r < ranks; r++) fork_expect_end(pids[r]);
-  DIR *files = opendir(dir);
-  for (struct dirent *e; (e = readdir(files));) {
-    snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
-    if (*e->d_name != '.') CHECK_EQ(unlink(path), 0);
-  }
-  closedir(files);
-  CHECK_EQ(rmdir(dir), 0);
   process_check(before);
 }
 
-static void test_random_programs_of_ranks(void) {
-  uint64_t seed = seed_begin(__func__), steps = seed_setting("GEMINI_STRESS_STEPS", 20000) / 100;
-  for (uint64_t done = 0; done < steps; seed++, done += STEPS) {
-    pid_t leader = fork_child();
-    int end;
-    if (!leader) {
-      lead(seed);
-      exit(0);
-    }
-    CHECK_EQ(waitpid(leader, &end, 0), leader);
-    if (end) seed_print(seed);
-    CHECK_EQ(end, 0);
+/* Becomes rank 0, and starts the others, which are the caller's children once rank 0 has ended. */
+static void start(uint64_t seed, const char *dir) {
+  gemini_group_id_t id;
+  const uint32_t ranks = ranks_of(seed);
+  uint32_t rank = 0;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, ranks, &id));
+  const int fd = memfd_create("shared", MFD_CLOEXEC);
+  CHECK_EQ(setenv("TMPDIR", dir, 1), 0); /* for the file tiers */
+  shared->pids[0] = getpid();
+  for (uint32_t r = 1; r < ranks && !rank; r++) {
+    const pid_t child = fork_child();
+    if (child) shared->pids[r] = child;
+    else rank = r;
   }
+  run_rank(seed, rank, &id, fd, dir);
+  exit(0);
+}
+
+/* The files of checkpoints are left, and the folder of a victim's file tier. */
+static void remove_dir(const char *dir, bool folders) {
+  char path[400];
+  DIR *files = opendir(dir);
+  CHECK(files);
+  for (struct dirent *e; (e = readdir(files));) {
+    snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+    if (*e->d_name == '.') continue;
+    if (folders && e->d_type == DT_DIR) remove_dir(path, false);
+    else CHECK_EQ(unlink(path), 0);
+  }
+  closedir(files);
+  CHECK_EQ(rmdir(dir), 0);
+}
+
+static void run(uint64_t seed) {
+  const uint32_t victim = victim_of(seed);
+  char dir[64];
+  pid_t pid;
+  bool right = true;
+  int end;
+  dir_make(dir);
+  atomic_store(&shared->died_ns, 0);
+  if (!fork_child()) start(seed, dir);
+  while ((pid = waitpid(-1, &end, 0)) > 0)
+    right &= victim != NOBODY && pid == shared->pids[victim] ? WIFSIGNALED(end) && WTERMSIG(end) == SIGKILL : end == 0;
+  if (!right) seed_print(seed);
+  CHECK(right);
+  remove_dir(dir, victim != NOBODY);
+}
+
+static void test_random_programs_of_ranks(void) {
+  uint64_t seed = seed_begin(__func__), steps = seed_setting("GEMINI_STRESS_STEPS", 20000), programs = 0, killed = 0;
+  CHECK(!prctl(PR_SET_CHILD_SUBREAPER, 1));
+  shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(shared != MAP_FAILED);
+  for (; atomic_load(&shared->steps) < steps; seed++) {
+    run(seed);
+    programs++;
+    killed += victim_of(seed) != NOBODY;
+  }
+  fprintf(stderr, "    %" PRIu64 " steps of %" PRIu64 " programs, in %" PRIu64 " of which a rank was killed\n",
+          atomic_load(&shared->steps), programs, killed);
+  munmap(shared, sizeof *shared);
 }
 
 int main(void) {

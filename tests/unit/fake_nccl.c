@@ -28,7 +28,7 @@ enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, SEND, RECV };
 typedef struct meeting { /* of one collective, of all ranks */
   int kind, type, root;
   uint64_t number, count;
-  uint32_t arrived;
+  uint32_t of, arrived; /* of: collectives in the group of NCCL's that it is in; 1: it is alone */
   const void *from[RANKS];
   void *to[RANKS];
   bool done, left; /* left: the kernel of one of the ranks was aborted */
@@ -187,13 +187,14 @@ static void meet_all(meeting_t *m, int ranks) {
   m->done = true;
 }
 
-static void arrive_meeting(struct nccl_comm *comm, op_t *op) {
+static void arrive_meeting(struct nccl_comm *comm, op_t *op, uint32_t of) {
   group_t *g = comm->group;
   meeting_t *m = &g->meetings[comm->number % SLOTS];
   if (m->number != comm->number + 1)
     *m = (meeting_t){
-      .kind = op->kind, .type = op->type, .root = op->peer, .number = comm->number + 1, .count = op->count
+      .kind = op->kind, .type = op->type, .root = op->peer, .of = of, .number = comm->number + 1, .count = op->count
     };
+  if (m->of != of) violation("a collective", "ranks make different groups");
   if (m->kind != op->kind || m->type != op->type || m->root != op->peer || m->count != op->count)
     violation("a collective", "ranks call different ones");
   comm->number++;
@@ -232,7 +233,7 @@ static bool kernel_step(void *user) {
   }
   if (!k->arrived && !k->comm->aborted) {
     for (uint32_t i = 0; i < k->count; i++) {
-      if (k->ops[i].kind < SEND) arrive_meeting(k->comm, &k->ops[i]);
+      if (k->ops[i].kind < SEND) arrive_meeting(k->comm, &k->ops[i], k->count);
       else arrive_message(k->comm, &k->ops[i]);
     }
     k->arrived = true;
@@ -286,11 +287,11 @@ static nccl_result_t operation(struct nccl_comm *comm, cu_stream_t stream, op_t 
   if (!both && op.type != NCCL_INT8) violation(function, "not bytes");
   if (!op.count || (!both && (op.peer < 0 || op.peer >= comm->group->ranks || op.peer == comm->rank)))
     violation(function, "no values, or no such peer");
-  if (both ? depth && op.kind != ALL_GATHER : !depth)
-    violation(function, "messages come in groups, of collectives only gathers may");
+  if (both ? depth && op.kind != ALL_GATHER && op.kind != REDUCE_SCATTER : !depth)
+    violation(function, "messages come in groups, of collectives only gathers and reduce-scatters may");
   if (depth && grouped &&
       (grouped->comm != comm || grouped->stream != stream || grouped->count == OPS ||
-       (grouped->ops[0].kind == ALL_GATHER) != (op.kind == ALL_GATHER)))
+       (grouped->ops[0].kind < SEND ? grouped->ops[0].kind != op.kind : both)))
     violation(function, "does not belong to the group");
   if (!depth) {
     kernel_t *k = kernel_new(comm, stream);

@@ -12,6 +12,7 @@
 #include "comm/comm.h"
 #include "comm_world.h"
 #include "process.h"
+#include "system.h"
 
 /* ---- reductions against a reference: tables of all values of the 16-bit types */
 static double f16_value(uint16_t half) { /* by the definition of IEEE 754 */
@@ -479,29 +480,34 @@ static void test_a_rank_that_ends_after_its_part_fails_nobody(void) {
   munmap(parting, 4096);
 }
 
-/* ---- ranks that are killed. The victim works until it is killed; the others must fail, and name it. */
+/* ---- ranks that are killed. The victim works until it is killed; the others must fail in time, and name it. */
+#define LATEST_NS (SANITIZED ? UINT64_C(30000000000) : UINT64_C(10000000000))
 typedef struct {
   int what;
   uint32_t victim;
-  _Atomic uint32_t *calls; /* that the victim has done; shared by all processes */
-  pid_t *pids;             /* of all ranks; shared by all processes */
+  struct {
+    _Atomic uint64_t killed_ns; /* when the victim was killed */
+    _Atomic uint32_t calls;     /* that the victim has done */
+    pid_t pids[4];              /* of all ranks */
+  } *shared;                    /* by all processes */
 } killed_t;
 static void work_until_killed(gmi_comm_t *c, void *user) {
   killed_t *k = user;
   enum { BYTES = 600000 };
   uint8_t *data = calloc(c->ranks, BYTES);
-  k->pids[c->rank] = getpid();
+  k->shared->pids[c->rank] = getpid();
   gemini_status_t status = GEMINI_OK;
   for (uint32_t n = 0; !status; n++) {
     if (k->what == 0) status = c->ops->all_gather(c->self, data, BYTES, NULL, "a");
     else if (k->what == 1) status = c->ops->reduce_scatter(c->self, data, BYTES / 4, GEMINI_DTYPE_F32, 0, NULL, "r");
     else if (k->what == 2) status = c->ops->all_reduce(c->self, data, BYTES / 2, GEMINI_DTYPE_BF16, 0, NULL, "r");
     else status = c->ops->exchange(c->self, data, 8, data + 8, "e");
-    if (c->rank == k->victim) atomic_fetch_add(k->calls, 1);
+    if (c->rank == k->victim) atomic_fetch_add(&k->shared->calls, 1);
   }
   CHECK_EQ(status, GEMINI_ERR_PEER);
+  CHECK(now_ns() < atomic_load(&k->shared->killed_ns) + LATEST_NS);
   char expected[64];
-  snprintf(expected, sizeof expected, "rank %u (process %d) has ended", k->victim, k->pids[k->victim]);
+  snprintf(expected, sizeof expected, "rank %u (process %d) has ended", k->victim, k->shared->pids[k->victim]);
   CHECK_SAYS(gmi_fail_message(), expected);
   free(data);
 }
@@ -510,13 +516,14 @@ static void test_a_killed_rank_is_named_by_all_others(void) {
   void *shared = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   CHECK(shared != MAP_FAILED);
   for (int what = 0; what < 4; what++) {
-    killed_t k = { what, 2, shared, (pid_t *)shared + 16 };
+    killed_t k = { what, 2, shared };
     memset(shared, 0, 4096);
     pid_t pids[4], killer;
     if (!(killer = fork_child())) { /* kills the victim after some calls, in the middle of one */
-      while (atomic_load(k.calls) < 5) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+      while (atomic_load(&k.shared->calls) < 5) nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
       nanosleep(&(struct timespec){ 0, 100000 * (what + 1) }, NULL);
-      kill(k.pids[k.victim], SIGKILL);
+      atomic_store(&k.shared->killed_ns, now_ns());
+      kill(k.shared->pids[k.victim], SIGKILL);
       _exit(0);
     }
     comm_world_processes(4, COMM_WORLD_DEADLINE_NS, work_until_killed, &k, pids);
@@ -603,8 +610,10 @@ static void test_a_rank_killed_before_all_have_joined_is_named(void) {
   kill(child, SIGKILL);
   int end;
   CHECK_EQ(waitpid(child, &end, 0), child);
+  const uint64_t begin_ns = now_ns();
   /* It was killed before or after it joined: it is missing, or it has ended. */
   CHECK_EQ(gmi_comm_shared_join(&id, &(gmi_comm_config_t){ 0, 3, 500000000, 0 }, &comm), GEMINI_ERR_PEER);
+  CHECK(now_ns() < begin_ns + LATEST_NS);
   CHECK(strstr(gmi_fail_message(), "rank 1 (process ") || strstr(gmi_fail_message(), "are missing: 1, 2"));
   process_check(before);
 }

@@ -14,6 +14,8 @@ static const char *const names[] = { "all_gather", "broadcast", "reduce_scatter"
 typedef struct {
   gemini_status_t returns[FUNCTIONS];
   const char *says; /* recorded by a function that fails; NULL: nothing */
+  uint32_t rank;    /* whose bytes an exchange brings to their place */
+  bool brings_nothing;
   int calls[FUNCTIONS], aborts, listened;
   int aborts_when_listened; /* how many there had been */
   char why[400];
@@ -66,6 +68,7 @@ static gemini_status_t exchange_fn(void *user, const void *mine, uint64_t size, 
   note(t, NULL, size, 0, NULL, label);
   t->mine = mine;
   t->all = all;
+  if (size && !t->brings_nothing) memcpy((char *)all + t->rank * size, mine, size);
   return called(t, EXCHANGE);
 }
 static gemini_status_t poll_fn(void *user) { return called(user, POLL); }
@@ -96,6 +99,7 @@ static gemini_comm_t functions(table_t *t) {
 static gmi_comm_t open_comm(table_t *t, uint32_t rank, uint32_t ranks) {
   gmi_comm_t comm;
   gemini_comm_t table = functions(t);
+  t->rank = rank;
   const gmi_comm_listener_t listener = { listen_fn, t };
   const gmi_comm_config_t config = { rank, ranks, 0, 0 };
   CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, listener, &comm), GEMINI_OK);
@@ -211,6 +215,27 @@ static void test_every_failure_of_a_function_is_kept(void) {
   }
 }
 
+/* Such as a callback of Python that an interrupt has ended: its status is by chance. */
+static void test_an_exchange_that_did_nothing_is_noticed(void) {
+  static const char words[] = "rank 1 of 3: exchange() of comms[9] returned 0 (success), but has brought nothing";
+  for (int in_place = 0; in_place < 2; in_place++) {
+    table_t t = { 0 };
+    gmi_comm_t comm = open_comm(&t, 1, 3);
+    unsigned char all[12] = "mineminemin";
+    CHECK_EQ(comm.ops->exchange(comm.self, in_place ? (void *)(all + 4) : "mine", 4, all, ""), GEMINI_OK);
+    CHECK(!memcmp(all, "mineminemin", 12));
+    t.brings_nothing = true;
+    CHECK_EQ(comm.ops->exchange(comm.self, NULL, 0, NULL, ""), GEMINI_OK);
+    if (!in_place) {
+      CHECK_EQ(comm.ops->exchange(comm.self, "mine", 4, all, ""), GEMINI_ERR_PEER);
+      CHECK_SAYS(gmi_fail_message(), words);
+      CHECK_EQ(t.aborts, 1);
+      CHECK_EQ(call(&comm, ALL_GATHER, all, ""), GEMINI_ERR_PEER);
+    }
+    close_comm(&comm);
+  }
+}
+
 static void test_success_leaves_the_last_error(void) {
   table_t t = { 0 };
   unsigned char buffer[16];
@@ -285,6 +310,7 @@ static void test_replicas_of_one_rank_sum(void) {
   table_t t = { 0 };
   gemini_comm_t table = functions(&t);
   gmi_comm_t comm;
+  t.rank = 2;
   unsigned char buffer[16];
   const gmi_comm_config_t config = { .rank = 2, .ranks = 4, .shard_ranks = 1 };
   CHECK_EQ(gmi_comm_caller_open(&table, ALL, "comms[9]", &config, (gmi_comm_listener_t){ 0 }, &comm), GEMINI_OK);
@@ -307,6 +333,7 @@ int main(void) {
   RUN(test_arguments_arrive);
   RUN(test_nothing_to_do_is_not_called);
   RUN(test_every_failure_of_a_function_is_kept);
+  RUN(test_an_exchange_that_did_nothing_is_noticed);
   RUN(test_success_leaves_the_last_error);
   RUN(test_abort_fails_every_later_call);
   RUN(test_wrong_arguments_are_refused);

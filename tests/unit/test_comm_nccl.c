@@ -278,6 +278,49 @@ static void reduce_all_ways(rank_t *r, void *user) {
       for (int i = 0; i < 10; i++)
         reduce_once(r, counts[i / 2], dtype, (gmi_reduce_t)how, i % 2, !ordered && how != GMI_REDUCE_MAX);
 }
+/* Sums of several buffers, in any order. One call is one group of NCCL's, or, in the order of ranks, two for each. */
+static void sums_together(rank_t *r, void *user) {
+  enum { MOST = 5, COUNT = 100 };
+  const uint32_t ranks = r->comm.ranks;
+  const uint64_t apart = COUNT * ranks * sizeof(float) + 16;
+  (void)user;
+  for (uint32_t count = 0; count <= MOST; count++) {
+    void *buffers[MOST];
+    for (uint32_t b = 0; b < MOST; b++) {
+      buffers[b] = r->memory + (MOST - 1 - b) * apart;
+      comm_values_fill(buffers[b], r->comm.rank, COUNT * ranks, GEMINI_DTYPE_F32, b);
+      memset((unsigned char *)buffers[b] + apart - 16, 0xA5, 16);
+    }
+    pthread_barrier_wait(&barrier);
+    const uint32_t groups = fake_nccl_calls("ncclGroupStart");
+    pthread_barrier_wait(&barrier);
+    CHECK_EQ(r->comm.ops->reduce_scatters(r->comm.self, buffers, count, COUNT, GEMINI_DTYPE_F32, GMI_REDUCE_SUM,
+                                          r->stream, "s"),
+             GEMINI_OK);
+    settle(r, r->stream);
+    pthread_barrier_wait(&barrier);
+    const uint32_t calls = fake_nccl_calls("ncclGroupStart") - groups;
+    if (!r->config.rank_order) CHECK_EQ(calls, count > 1 && ranks > 1 ? ranks : 0);
+    for (uint32_t b = 0; b < MOST; b++) {
+      unsigned char in[RANKS][COUNT * RANKS * sizeof(float)], expected[COUNT * sizeof(float)], *mine = buffers[b];
+      const void *from[RANKS];
+      const uint64_t own = r->comm.rank * COUNT * sizeof(float);
+      for (uint32_t p = 0; p < ranks; p++) {
+        comm_values_fill(in[p], p, COUNT * ranks, GEMINI_DTYPE_F32, b);
+        from[r->config.rank_order ? p : ranks - 1 - p] = in[p] + own;
+      }
+      gmi_reduce(GEMINI_DTYPE_F32, GMI_REDUCE_SUM, ranks, from, expected, COUNT);
+      comm_values_check(mine + own, b < count ? expected : in[r->comm.rank] + own, COUNT, GEMINI_DTYPE_F32);
+      for (int i = 0; i < 16; i++) CHECK_EQ(mine[apart - 16 + (uint64_t)i], 0xA5);
+    }
+    pthread_barrier_wait(&barrier);
+  }
+  CHECK_EQ(r->comm.ops->poll(r->comm.self), GEMINI_OK);
+}
+static void test_sums_are_queued_together(void) {
+  for (uint32_t ranks = 1; ranks <= 4; ranks++) world(ranks, by_nccl, sums_together, NULL);
+  for (uint32_t ranks = 2; ranks <= 4; ranks++) world(ranks, in_order, sums_together, NULL);
+}
 static void test_sums_in_the_order_of_ranks(void) {
   for (uint32_t ranks = 1; ranks <= 4; ranks++) world(ranks, in_order, reduce_all_ways, NULL);
 }
@@ -555,7 +598,9 @@ static gemini_status_t call_of(rank_t *r, int what) {
   case 2: return ops->all_reduce(r->comm.self, r->memory, 64, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, r->stream, "op 3");
   case 3: return ops->all_reduce(r->comm.self, r->memory, 64, GEMINI_DTYPE_F32, GMI_REDUCE_MAX, r->stream, "op 3");
   case 4: return ops->exchange(r->comm.self, &all[1], 8, all, "op 3");
-  default: return ops->all_gathers(r->comm.self, buffers, 3, 64, r->stream, "op 3");
+  case 5: return ops->all_gathers(r->comm.self, buffers, 3, 64, r->stream, "op 3");
+  default:
+    return ops->reduce_scatters(r->comm.self, buffers, 3, 16, GEMINI_DTYPE_F32, GMI_REDUCE_SUM, r->stream, "op 3");
   }
 }
 static void nccl_fails(rank_t *r, void *user) {
@@ -594,6 +639,9 @@ static void test_functions_of_nccl_that_fail(void) {
     { "ncclGroupStart", "rank 0 of 2: ncclGroupStart in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 0 },
     { "ncclAllGather", "rank 0 of 2: ncclAllGather in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 1 },
     { "ncclGroupEnd", "rank 0 of 2: ncclGroupEnd in 3 all-gathers of 64 bytes for op 3 (call 1)", 5, 0 },
+    { "ncclGroupStart", "rank 0 of 2: ncclGroupStart in 3 reduce-scatters of 64 bytes for op 3 (call 1)", 6, 0 },
+    { "ncclReduceScatter", "rank 0 of 2: ncclReduceScatter in 3 reduce-scatters of 64 bytes for op 3 (call 1)", 6, 1 },
+    { "ncclGroupEnd", "rank 0 of 2: ncclGroupEnd in 3 reduce-scatters of 64 bytes for op 3 (call 1)", 6, 0 },
   };
   process_t before = process_now();
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -995,6 +1043,7 @@ int main(void) {
   RUN(test_gathers_are_queued_together);
   RUN(test_kernels_take_so_many_blocks);
   RUN(test_broadcasts_bring_the_roots_bytes);
+  RUN(test_sums_are_queued_together);
   RUN(test_sums_in_the_order_of_ranks);
   RUN(test_sums_of_nccl_and_maxima_in_order);
   RUN(test_large_reductions_go_in_pieces);

@@ -15,12 +15,17 @@
 
 #define W WORLD_CHUNK
 #define LONG_NS UINT64_C(60000000000) /* no test waits for it */
+/* After a rank was killed, all others have an error within this time. */
+#define LATEST_NS (SANITIZED ? UINT64_C(30000000000) : UINT64_C(10000000000))
 enum { TENSORS = 4, KINDS = 3, EXTRA_SIZE = 2 * W + 1000, PROCESSES_MOST = 8 };
 static char dir[64];
 
 /* ---- system calls that fail, or at which a rank dies */
 static _Atomic uint64_t calls; /* of this process, since it was set to 0 */
 static uint64_t die_at;        /* SIGKILL at this call; 0: never */
+static struct {
+  _Atomic uint64_t calls, died_ns; /* of the rank that dies */
+} *shared;                         /* by all processes */
 static struct {
   const char *what; /* "fdatasync", "fallocate", "rename", "fsync", "pread"; NULL: none fails */
   int error;
@@ -34,7 +39,9 @@ static int index_opens;
 static char other_root[400]; /* not "": becomes "run.ranks" when a part's index takes its place */
 
 static void call(void) {
-  if (atomic_fetch_add(&calls, 1) + 1 == die_at) raise(SIGKILL);
+  if (atomic_fetch_add(&calls, 1) + 1 != die_at) return;
+  atomic_store(&shared->died_ns, now_ns());
+  raise(SIGKILL);
 }
 static bool failing(const char *what) {
   if (!fails.what || strcmp(fails.what, what) != 0) return false;
@@ -876,10 +883,6 @@ static void test_names_at_their_limits(void) {
 }
 
 /* ---- a rank that is killed: there is one of the two checkpoints, whole */
-typedef struct {
-  _Atomic uint64_t calls;
-} shared_t;
-static shared_t *shared;
 static uint32_t victim;
 /* Rank 0 must be a process that can die: the test forks it, too. */
 static void killed_fn(const node_shape_t *shape, const gemini_group_id_t *id, uint64_t at) {
@@ -894,6 +897,7 @@ static void killed_fn(const node_shape_t *shape, const gemini_group_id_t *id, ui
   die_at = 0;
   if (at && shape->rank != victim && status) {
     CHECK_EQ(status, GEMINI_ERR_PEER);
+    CHECK(now_ns() < atomic_load(&shared->died_ns) + LATEST_NS);
     CHECK_SAYS(world_error().message, "has ended");
     CHECK(node_holds(&n, 200)); /* what the host has stays readable */
     (void)gemini_manager_close(n.w.mgr);

@@ -83,6 +83,7 @@ static void test_training_over_nccl_has_the_bits_of_the_model(void) {
     fakes_begin();
     shape_t shape = shape_of(2, stage, stage == GEMINI_ZERO_GRADIENTS ? 2 : 4);
     shape.unused = stage == GEMINI_ZERO_PARAMS;
+    shape.bucket = stage == GEMINI_ZERO_STATES ? 0 : stage + 1;
     run_over_nccl(shape, 0, LONG_NS, trains);
     CHECK(fake_nccl_calls("ncclReduceScatter") > 0);
     CHECK_EQ(fake_nccl_calls("ncclSend"), 0);
@@ -115,6 +116,7 @@ static void test_sums_of_micro_batches_have_the_bits_of_the_model(void) {
     fakes_begin();
     shape_t shape = shape_of(stage == GEMINI_ZERO_GRADIENTS ? 1 : 2, stage, stage == GEMINI_ZERO_PARAMS ? 2 : 4);
     shape.micro_batches = stage == GEMINI_ZERO_GRADIENTS ? 3 : 2;
+    shape.bucket = 3;
     run_over_nccl(shape, 0, LONG_NS, trains);
     fakes_end();
   }
@@ -134,6 +136,7 @@ static void test_replicas_have_the_bits_of_the_model(void) {
     fakes_begin();
     shape_t shape = shape_of_replicas(order ? GEMINI_ZERO_PARAMS : GEMINI_ZERO_GRADIENTS, order ? 2 : 4);
     shape.unused = order;
+    shape.bucket = 2;
     if (!order) shape.micro_batches = 2;
     run_over_nccl(shape, order ? GEMINI_GROUP_RANK_ORDER : 0, LONG_NS, trains);
     CHECK_EQ(fake_nccl_calls("ncclCommInitRankConfig"), 4 * GEMINI_GROUP_HYBRID_COMMS);
@@ -576,6 +579,11 @@ static void waits_elsewhere(rank_thread_t *t) {
     gemini_access_t use = world_whole(k->param[0], GEMINI_READ, DEVICE);
     cu_event_t event;
     CHECK_OK(gemini_acquire(k->w.mgr, &use, 1, k->w.stream)); /* rank 1 does not: its part never comes */
+    static char text[1 << 16];
+    CHECK_OK(gemini_manager_dump(k->w.mgr, sizeof text, text, NULL));
+    CHECK_SAYS(text, "group 0: rank 0 of 2, in 1 replica of 2 ranks");
+    CHECK_SAYS(text, " chunks, have not ended, the first for chunk 0 of arena ");
+    CHECK_SAYS(text, "group 0: sums of 0 chunks queued so far, all have ended");
     context_begin(t);
     CHECK_EQ(driver->event_create(&event, CU_EVENT_NO_TIME), 0);
     CHECK_EQ(driver->event_record(event, stream), 0);

@@ -535,9 +535,17 @@ static void test_reserve_is_bound_or_says_why_not(void) {
     CHECK(!policy[0] || ((!strncmp(policy, "prefer", 6) || !strncmp(policy, "bind", 4)) && strstr(policy, ":0")));
   else CHECK(strstr(f.note, "not bound"));
   CHECK_EQ(gmi_reserve_commit(r, 0, gmi_reserve_size(r)), GEMINI_OK);
+  cpu_set_t cores, mine, others;
+  CHECK(!sched_getaffinity(0, sizeof mine, &mine));
+  if (gmi_reserve_cores(r, &cores)) { /* of the node, and the process's; whether the system bound the memory or not */
+    CHECK(CPU_COUNT(&cores) > 0);
+    CPU_OR(&others, &cores, &mine);
+    CHECK(CPU_EQUAL(&others, &mine));
+  } else CHECK(gmi_topology_cpus(here, &node, 1, &others) && (CPU_AND(&others, &others, &mine), !CPU_COUNT(&others)));
   gmi_reserve_close(r);
   node = 4321;
   CHECK_EQ(gmi_reserve_open(&config, &r), GEMINI_OK);
+  CHECK(!gmi_reserve_cores(r, &cores));
   f = figures_of(r);
   CHECK(!f.bound && strstr(f.note, "not bound") && strstr(f.note, "out of range"));
   gmi_reserve_close(r);
@@ -548,7 +556,7 @@ static void test_reserve_is_bound_or_says_why_not(void) {
   node = 1;
   CHECK_EQ(gmi_reserve_open(&config, &r), GEMINI_OK);
   f = figures_of(r);
-  CHECK(!f.bound && strstr(f.note, "saved"));
+  CHECK(!f.bound && strstr(f.note, "saved") && !gmi_reserve_cores(r, &cores));
   policy_of(gmi_reserve_base(r), policy, sizeof policy);
   CHECK(!policy[0] || !strncmp(policy, "default", 7));
   gmi_reserve_close(r);

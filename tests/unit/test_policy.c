@@ -1282,6 +1282,31 @@ static void check_streamed(const instance_t *i, uint64_t chunks) {
   gmi_plan_free(&plan);
 }
 
+/* With 8 pieces, each of a shared chunk and two of states, 20 of 24 chunks have room on the host, less the 3 of a piece:
+ * the states of 4 pieces, 8 chunks, stay on the device. With fewer frames, as many as fit. */
+static void test_states_without_room_below_stay_on_the_device(void) {
+  static const struct {
+    uint32_t home_slots, frames, stay;
+  } cases[] = { { 0, 12, 0 }, { 27, 12, 0 }, { 26, 12, 1 }, { 19, 12, 4 }, { 18, 12, 5 }, { 11, 20, 8 }, { 18, 9, 4 } };
+  for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+    static instance_t i;
+    gmi_plan_t plan;
+    uint32_t pieces = 0, states = 0;
+    instance_streamed(&i, 8, 10000, 20);                           /* time enough for all pieces on the host, */
+    for (uint32_t p = 0; p < 8; p++) i.pieces[p].device_ns = 5000; /* where they take much less */
+    i.input.placement = GEMINI_PLACEMENT_AUTO;
+    i.input.home_slots = cases[n].home_slots;
+    i.input.frame_count = cases[n].frames;
+    make(&i.input, &plan);
+    check_plan(&i.input, &plan);
+    for (uint32_t p = 0; p < 8; p++) pieces += plan.piece_on_device[p];
+    for (uint32_t c = 8; c < 24; c++) states += plan.stays[c];
+    CHECK_EQ(pieces, cases[n].stay);
+    CHECK_EQ(states, 2 * cases[n].stay);
+    gmi_plan_free(&plan);
+  }
+}
+
 static void test_simulate_files_bound_is_the_sum_of_reads_and_writes(void) {
   static instance_t i;
   gmi_plan_t plan;
@@ -1602,6 +1627,7 @@ int main(int argc, char **argv) {
   RUN(test_plan_forward_pass_changes_little_with_the_frames);
   RUN(test_simulate_foreign_plan_is_refused);
   RUN(test_plan_same_input_same_plan);
+  RUN(test_states_without_room_below_stay_on_the_device);
   RUN(test_simulate_files_bound_is_the_sum_of_reads_and_writes);
   RUN(test_simulate_only_what_the_host_has_no_room_for_is_streamed);
   RUN(test_simulate_pieces_that_fit_wait_for_no_file);

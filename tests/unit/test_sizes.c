@@ -114,7 +114,9 @@ static void test_a_budget_holds_as_many_places_as_its_own_size_says(void) {
   char says[128];
   for (int p = 0; p < PADDINGS; p++) {
     pad(paddings[p]);
-    one_t o = one_open(config_of(3, 4, 0)); /* no files */
+    gemini_config_t c = config_of(3, 4, 0); /* no files, */
+    c.placement = GEMINI_PLACEMENT_CPU;     /* and the device does not count */
+    one_t o = one_open(c);
     for (uint32_t k = 0; k < 4; k++) one_fill(&o, k, HOST, 9 + k);
     gemini_access_t fifth = world_part(o.arena, 4 * W, W, GEMINI_WRITE, HOST);
     CHECK_STATUS(gemini_acquire(o.w.mgr, &fifth, 1, GEMINI_STREAM_CALLER), GEMINI_ERR_OOM_HOST);
@@ -202,7 +204,9 @@ static void test_what_does_not_fit_in_slots_is_refused_at_once(void) {
     fclose(file);
     world_close(&o.w);
 
-    opt_t *opt = opt_open(config_of(20, 5, 0), 1); /* five chunks */
+    gemini_config_t c = config_of(20, 5, 0);
+    c.placement = GEMINI_PLACEMENT_CPU; /* the device does not count */
+    opt_t *opt = opt_open(c, 1);        /* five chunks */
     for (int a = 0; a < OPT_ARENAS; a++) {
       gemini_access_t all = world_whole(opt->arenas[a], 0, DEVICE);
       CHECK_OK(gemini_move(opt->w.mgr, &all, 1));

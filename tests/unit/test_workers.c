@@ -317,6 +317,52 @@ static void test_there_are_as_many_workers_as_the_process_has_cores_to_spare(voi
   CHECK(!sched_setaffinity(0, sizeof all, &all));
 }
 
+/* ---- cores */
+
+typedef struct {
+  cpu_set_t cores; /* on which the update ran */
+} seat_t;
+static void take_seat(void *user, const gemini_update_span_t *span) {
+  seat_t *seat = user;
+  (void)span;
+  CHECK(!sched_getaffinity(0, sizeof seat->cores, &seat->cores));
+}
+
+static cpu_set_t cores_of_workers(gmi_manager_t *m, uint32_t workers, const cpu_set_t *near) {
+  gmi_workers_close(m);
+  gmi_lock(m, "test");
+  OK(gmi_workers_open(m, workers, near));
+  gmi_unlock(m);
+  seat_t seat;
+  gmi_job_t *job = calloc(1, sizeof *job);
+  CHECK(job);
+  job->fn = take_seat;
+  job->user = &seat;
+  job->span.element_count = 1;
+  gmi_workers_push(m, job);
+  gmi_workers_close(m); /* which runs it first */
+  OK(gmi_workers_open(m, 1, NULL));
+  return seat.cores;
+}
+
+static void test_workers_run_on_the_cores_near_the_host_memory(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  cpu_set_t all, last, got;
+  CHECK(!sched_getaffinity(0, sizeof all, &all));
+  size_t core = CPU_SETSIZE - 1;
+  while (!CPU_ISSET(core, &all)) core--;
+  CPU_ZERO(&last);
+  CPU_SET(core, &last);
+  got = cores_of_workers(gmi_manager_get(mgr), 1, &last);
+  CHECK(CPU_EQUAL(&got, &last));
+  got = cores_of_workers(gmi_manager_get(mgr), 2, &last); /* more than there are cores near */
+  CHECK(CPU_EQUAL(&got, &all));
+  got = cores_of_workers(gmi_manager_get(mgr), 1, NULL);
+  CHECK(CPU_EQUAL(&got, &all));
+  OK(gemini_manager_close(mgr));
+}
+
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
   RUN(test_jobs_on_one_slot_run_in_their_order);
@@ -326,5 +372,6 @@ int main(void) {
   RUN(test_update_after_failed_read_names_that_read);
   RUN(test_stats_reset_starts_peaks_at_what_is_used);
   RUN(test_there_are_as_many_workers_as_the_process_has_cores_to_spare);
+  RUN(test_workers_run_on_the_cores_near_the_host_memory);
   return check_done();
 }

@@ -27,6 +27,7 @@ from ctypes import (
 )
 
 OK = 0
+ERR_PEER = -16
 STATUS = {
     -1: "INVALID",
     -2: "HANDLE",
@@ -63,6 +64,7 @@ UPDATE_LATE, UPDATE_SPECULATE, UPDATE_COMMIT, UPDATE_PART = 1, 2, 4, 8
 TRANSPORT_SHARED = 0
 TRANSPORT_NCCL = 1
 GROUP_RANK_ORDER = 1
+COMM_QUEUES = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
 LINKS = ("host to device", "device to host", "host to file", "file to host")
@@ -360,6 +362,7 @@ class GroupConfig(_Sized):
         ("comms", POINTER(POINTER(Comm))),
         ("shard_ranks", c_uint32),
         ("reserved", c_uint32),
+        ("bucket_bytes", c_uint64),
     ]
 
 
@@ -380,6 +383,8 @@ class GroupStats(_Sized):
         ("planned_fetched_bytes", c_uint64),
         ("gather_wait_ns", c_uint64),
         ("sum_wait_ns", c_uint64),
+        ("bucket_chunks", c_uint32),
+        ("reserved", c_uint32),
     ]
 
 

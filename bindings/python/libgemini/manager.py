@@ -256,7 +256,8 @@ class Manager:
             static_param_fraction: For "static": the share of parameters on the device, from 0 to 1.
             static_optim_fraction: For "static": the share of master copies and moments on the device, from 0 to 1.
             checkpoint_name: Keep the files under this name, for checkpoint() and resume(). Needs chunk_size.
-            watchdog: Seconds. A call that waits longer is reported in the log "libgemini". 0: never.
+            watchdog: Seconds. A call that waits longer is reported in the log "libgemini", with what it waits for and
+                what dump() says. 0: never.
             file_engine: "auto", "uring" or "threads".
             cache_policy: Which chunk of operators chosen at run time leaves the device first. "lru": the one used
                 longest ago. "frequent": the one used in the fewest iterations. "least-stale": the one whose place in
@@ -298,13 +299,28 @@ class Manager:
             watchdog_ns=round(watchdog * 1e9),
         )
         handle = ctypes.c_uint64()
-        self.handle = 0
         self._cuda = cuda
         self._calls = Calls(self.lib, cuda)
+        self._comms: list[abi.Comm] = []  # of groups: functions of Python's that the library calls
+        self.handle = 0
         self._element_bytes: dict[int, int] = {}  # by arena: the C library has no call that returns it
         self.lib.manager_open(self.config, handle)
         self.handle = handle.value
         self._calls.handle = self.handle
+
+    @property
+    def handle(self) -> int:
+        """The library's handle. 0: the manager is closed.
+
+        Raises:
+            GeminiError: Status "STATE": a function of update() or stream_call() asks for it, to call the manager.
+        """
+        self._calls.refuse_inside()
+        return self._handle
+
+    @handle.setter
+    def handle(self, handle: int) -> None:
+        self._handle = handle
 
     def close(self) -> None:
         """Finishes updates and frees everything. A second call does nothing.
@@ -430,24 +446,32 @@ class Manager:
 
     def group_open(
         self,
-        name: bytes,
+        name: bytes | None,
         rank: int,
         ranks: int,
         deadline: float = 0.0,
         rank_order: bool = False,
         shard_ranks: int = 0,
+        bucket_bytes: int = 0,
+        comms: typing.Sequence[abi.Comm] = (),
     ) -> int:
         """Joins a group. Blocks until all ranks have.
 
         Args:
-            name: What group_id() of rank 0 has returned.
+            name: What group_id() of rank 0 has returned; None: comms say how ranks exchange bytes.
             rank: Of this process, from 0.
             ranks: How many there are.
             deadline: Seconds that the library waits for a rank that makes no progress. 0: 10 seconds, over NCCL 60.
-            rank_order: Over NCCL: add in the order of ranks, with the same bits in each run; slower. Over shared
-                memory that is always so.
+            rank_order: Over NCCL: add in fp32 and in the order of ranks, with the same bits in each run; slower.
+                Otherwise NCCL adds in the values' dtype and in an order of its own. Over shared memory sums are always
+                in fp32 and in the order of ranks.
             shard_ranks: How many ranks divide arenas among themselves, a divisor of ranks: the group consists of
                 replicas of so many ranks, each with all bytes. 0: all ranks.
+            bucket_bytes: Gradients of neighbouring chunks, so many bytes of them, are added together; the same on all
+                ranks. Less than two chunks: each alone.
+            comms: The caller's own functions, three tables, for gathers, sums and exchanges; see gemini_comm_t. Their
+                functions end their waits and choose the order of sums themselves, so deadline and rank_order are left
+                out. The manager keeps the structs.
 
         Returns:
             The group's handle. It ends with the manager, or by group_close().
@@ -455,16 +479,19 @@ class Manager:
         Raises:
             GeminiError: Status "PEER": ranks are missing at the deadline; the message names them.
         """
-        identity = abi.GroupId.from_buffer_copy(name)
+        tables = (ctypes.POINTER(abi.Comm) * len(comms))(*map(ctypes.pointer, comms))
         config = abi.GroupConfig(
             flags=abi.GROUP_RANK_ORDER if rank_order else 0,
             rank=rank,
             ranks=ranks,
-            id=ctypes.pointer(identity),
+            id=None if name is None else ctypes.pointer(abi.GroupId.from_buffer_copy(name)),
             deadline_ns=round(deadline * 1e9),
             shard_ranks=shard_ranks,
+            bucket_bytes=bucket_bytes,
+            comms=tables if comms else None,
         )
         group = ctypes.c_uint64()
+        self._comms.extend(comms)  # which have the functions that the library calls
         self.lib.group_open(self.handle, config, group)
         return group.value
 
@@ -1236,9 +1263,9 @@ class Manager:
 
         Args:
             function: Called with a Span for each part; the parts cover the range and do not overlap. It computes at
-                once, on threads of the library's, several parts at a time, and must not call the manager. Where the
-                device is a GPU and Span.tier is "device", it only queues work on Span.stream, and runs alone. If it
-                raises, the update fails.
+                once, on threads of the library's, several parts at a time, and must not call the manager, which
+                raises GeminiError there. Where the device is a GPU and Span.tier is "device", it only queues work on
+                Span.stream, and runs alone. If it raises, the update fails.
             arenas: At most 8 arenas, by handle: "read", "write" or "read_write". One arena, and arenas that follow it.
             first_element: Where the range begins.
             element_count: Its length. 0 with first_element 0: all elements that are used.
@@ -1464,7 +1491,8 @@ class Manager:
         """The manager's state in words, for when the program hangs. Never waits.
 
         Returns:
-            What is where, what is acquired, which operator is open, and which threads wait inside the library for what.
+            What is where, what is acquired, which operator is open, and which threads wait inside the library for what;
+            of groups of ranks, which gathers and sums are under way.
         """
         size, length = 1 << 16, ctypes.c_uint64()
         while True:

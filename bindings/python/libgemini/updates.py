@@ -71,6 +71,13 @@ class _Update:
         self.submitted = False
 
 
+class _Thread(threading.local):
+    """Of each thread: the functions of which manager it is calling, the innermost one."""
+
+    calls: Calls | None = None
+
+
+_thread = _Thread()
 _numbers = itertools.count(1)
 _calls: dict[int, tuple[Calls, typing.Callable[[], object]]] = {}  # queued and not run; by number
 _updates: dict[int, _Update] = {}  # not known to be done; by number
@@ -94,7 +101,7 @@ def _span(number: int, span: typing.Any) -> None:
         update.function(part)
 
     if at.tier == abi.TIER_DEVICE and not owner.cuda:  # where a stream is a thread
-        owner.run(lambda: owner.queue(part.stream, run))
+        owner.keep(lambda: owner.queue(part.stream, run))
     else:
         owner.run(run)
 
@@ -115,7 +122,26 @@ class Calls:
         self._lock = threading.Lock()  # guards failure
 
     def run(self, function: typing.Callable[[], object]) -> None:
-        """Calls a function on a thread of the library's, and keeps its exception."""
+        """Calls a function of the user's on a thread of the library's, and keeps its exception."""
+        before, _thread.calls = _thread.calls, self
+        try:
+            self.keep(function)
+        finally:
+            _thread.calls = before
+
+    def refuse_inside(self) -> None:
+        """Raises GeminiError if one of the functions calls the manager. The library waits for the function, so what the
+        manager would wait for may never come.
+        """
+        if _thread.calls is self:
+            raise abi.GeminiError(
+                "a function that the library called, for update() or stream_call(), calls the same manager, which may "
+                "wait for that function: call the manager before or afterwards",
+                "STATE",
+            )
+
+    def keep(self, function: typing.Callable[[], object]) -> None:
+        """Calls a function, and keeps its exception."""
         try:
             function()
         except BaseException as error:  # which the library does not know: KeyboardInterrupt, too
@@ -143,6 +169,7 @@ class Calls:
         self._barred = reason
 
     def _check_bar(self) -> None:
+        self.refuse_inside()
         if self._barred:
             raise abi.GeminiError(self._barred)
 
@@ -199,6 +226,7 @@ class Calls:
 
     def wait(self) -> None:
         """Waits for all updates that were submitted."""
+        self.refuse_inside()
         submitted = self._submitted()
         self.lib.update_wait(self.handle)
         for number in submitted:

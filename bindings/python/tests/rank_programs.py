@@ -6,12 +6,16 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import json
+import logging
 import os
+import pathlib
 import resource
 import signal
 import sys
+import tempfile
 import time
 
 import torch
@@ -23,7 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
-from libgemini.torch import checkpoint, ranks as ranks_of_torch, slicerule, tensorfile
+from libgemini.torch import (
+    checkpoint,
+    ranks as ranks_of_torch,
+    slicerule,
+    tensorfile,
+    transport as transport_of_torch,
+)
 
 ROWS, LENGTH, WIDTH = 4, 12, 96
 # "cuda": all ranks on GPUs, over NCCL; the GPU is that of LOCAL_RANK. "cpu": the simulated device.
@@ -297,6 +307,36 @@ def parts_before_the_end(optimizer):
     return firsts
 
 
+def names_of_tied(model):
+    """The names of each parameter that has several, in the model as it is."""
+    by_parameter = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(param, []).append(name)
+    return [names for names in by_parameter.values() if len(names) > 1]
+
+
+def tokens_of_experts(model):
+    """A list that gets, for each pass of each layer of experts, how many tokens every expert has."""
+    counts = []
+
+    def count(router, _, outputs):
+        counts.append(torch.bincount(outputs[-1].flatten(), minlength=router.num_experts).tolist())
+
+    for module in model.modules():
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.register_forward_hook(count)
+    return counts
+
+
+def files_open_in(folder):
+    """The files of a folder that this process has open, by their names or those of files without one."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if os.path.dirname(link) == folder]
+
+
 # ---- programs
 def training(
     *,
@@ -317,18 +357,25 @@ def training(
     shard_size=None,
     mesh=False,
     units=None,
+    files=None,
+    transport="auto",
     **more,
 ):
-    """Trains a model; returns losses, norms, statistics, and the state in the end.
+    """Trains a model; returns losses, norms, statistics, tokens of experts, and, in the end, ties and the state.
 
     adapters: a folder in which each rank saves those of PEFT, in a folder of its own.
+    files: the folder of a file tier, the same on all ranks; then also how many bytes are there, and the files that this
+        process has open in it.
     kept: how AdamW keeps its states and masters, as prepare() has it.
     early: whether the backward pass updates; then also the parts that it updates before its end, in each step.
     mesh: whether init() gets a mesh in the place of shard_size.
     units: of init(), of each rank.
     """
     rank, count = rank_and_count()
-    more_of_session = {} if units is None else {"units": units[rank]}
+    more_of_session = {"transport": transport, **({} if units is None else {"units": units[rank]})}
+    if files:
+        os.makedirs(files, exist_ok=True)
+        more_of_session.update(file=files, file_memory="8MiB", host_memory="512KiB")
     inputs = {} if branches is None else {"branches": branches[rank]}
     replicas = {"shard_size": shard_size}
     if mesh:
@@ -345,7 +392,7 @@ def training(
         made, optimizer = gm.prepare(
             made, optimizer_of(made, **(optimizer or {})), step_in_backward=early, **(kept or {})
         )
-        parts = parts_before_the_end(optimizer) if early else []
+        parts, experts = parts_before_the_end(optimizer) if early else [], tokens_of_experts(made)
         if unit:
             gm.unit(made.get_submodule(unit))
         called = nn.parallel.DistributedDataParallel(made) if wrapped else made
@@ -356,8 +403,12 @@ def training(
         if adapters:
             made.save_pretrained(os.path.join(adapters, str(rank)))
         out["host"] = opened.manager.stats()["used_bytes"]["host"]
+        if files:
+            out["files"] = files_open_in(files)
+            out["filed"] = opened.manager.stats()["used_bytes"]["file"]
         out["blocks"] = [len(one.blocks.found) for one in opened.models if one.blocks.active]
-        return {**out, "state": state(made, optimizer), "adapters": adapters, "parts": parts}
+        out.update(parts=parts, experts=experts, tied=names_of_tied(made))
+        return {**out, "state": state(made, optimizer), "adapters": adapters}
 
 
 def joined(*, model, counts, spare, early=False, dtype="float32", kept=None, **more):
@@ -410,7 +461,7 @@ def clip_over_parts(model, group, most):
     return float(norm)
 
 
-def tensor_parallel(*, parts, clip, count=4):
+def tensor_parallel(*, parts, clip, count=4, transport="auto"):
     """Trains a model of which each of `parts` processes has a part, and divides each part among the others by ZeRO 2.
 
     The batch is divided among those that have the same part.
@@ -422,7 +473,7 @@ def tensor_parallel(*, parts, clip, count=4):
             "cpu", (processes // parts, parts), mesh_dim_names=("data", "tensor")
         )
         data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
-        with session(zero=2, process_group=data):
+        with session(zero=2, process_group=data, transport=transport):
             made, norms = Parallel(tensor, rank % parts, parts), []
             made, optimizer = gm.prepare(made, adamw(made))
             optimizer.register_step_pre_hook(lambda *_: norms.append(clip_over_parts(made, tensor, clip)))
@@ -650,6 +701,7 @@ def full_disk(*, folder):
         steps(made, optimizer, "branches", **share(count, rank), count=1)
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+        began_ns = time.monotonic_ns()
         try:
             gm.save(folder, made, optimizer)
             error = ""
@@ -657,6 +709,7 @@ def full_disk(*, folder):
             error = str(raised)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        seconds = (time.monotonic_ns() - began_ns) / 1e9
         torch.distributed.barrier()
         left = sorted(os.listdir(os.path.dirname(folder)))
         newer = state(made, optimizer)
@@ -664,16 +717,44 @@ def full_disk(*, folder):
         older = state(made, optimizer)
         made.load_state_dict({name: value for name, value in newer.items() if name in made.state_dict()})
         gm.save(folder, made, optimizer)
-        return {"error": error, "left": left, "saved": saved, "older": older, "again": sorted(os.listdir(folder))}
+        out = {"error": error, "seconds": seconds, "left": left, "again": sorted(os.listdir(folder))}
+        return {**out, "saved": saved, "older": older}
 
 
 began = {}  # when the step began in which a rank fails
 
 
-def skips(*, what):
+def watched():
+    """Rank 1 does other things for longer than the watchdog waits, before a pass and before ranks tell each other
+    something. Returns what each rank's log says of either.
+    """
+    rank, count = rank_and_count()
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("libgemini").addHandler(handler)
+    try:
+        with session(watchdog=0.4) as opened:
+            made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build("branches")))
+            steps(made, optimizer, "branches", **share(count, rank), count=1)
+            out = {}
+            for what, call in (
+                ("pass", lambda: steps(made, optimizer, "branches", **share(count, rank), count=1)),
+                ("exchange", lambda: opened.ranks.exchange(b"1")),
+            ):
+                said.clear()
+                time.sleep(1.0 if rank == 1 else 0.0)
+                call()
+                out[what] = list(said)
+            return out
+    finally:
+        logging.getLogger("libgemini").removeHandler(handler)
+
+
+def skips(*, what, transport="auto", deadline=4.0):
     """Rank 1 leaves out a call that the other one makes. Then both make the same ones."""
     rank, count = rank_and_count()
-    with session(deadline=4.0):
+    with session(deadline=deadline, transport=transport):
         made, optimizer = gm.prepare(*(lambda made: (made, adamw(made)))(build("branches")))
         steps(made, optimizer, "branches", **share(count, rank), count=2)
         began["ns"] = time.monotonic_ns()
@@ -686,9 +767,66 @@ def skips(*, what):
         steps(made, optimizer, "branches", **share(count, rank), count=1)
 
 
+def ends_at_start(*, point, who=1, deadline=0.0):
+    """Rank `who` is killed once torch's group exists: before init(), within it when all have come, or before it where
+    torch's connections are not watched, as those of NCCL.
+    """
+    rank, _ = rank_and_count()
+    torch.distributed.init_process_group("gloo")
+    share_of = ranks_of_torch.Share.of
+
+    def come_and_end(start=None, *more):
+        if start:
+            torch.distributed.barrier()
+        if rank == who:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return share_of(start, *more)
+
+    ranks_of_torch.Share.of = come_and_end
+    if point == "unwatched":
+        torch.distributed.get_backend_config = lambda _: "cuda:nccl"
+    began["ns"] = time.monotonic_ns()
+    if point != "within" and rank == who:
+        come_and_end()
+    with session(deadline=deadline):
+        raise AssertionError(f"rank {who} has ended")
+
+
+def late():
+    """Rank 1 comes to init() when the others have given up; then within their time; and then it opens no session.
+
+    Returns what the first and the last one raise, after how many seconds.
+    """
+    rank, _ = rank_and_count()
+    out = {}
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+
+    def refused(name, **more):
+        start = time.monotonic()
+        try:
+            with session(**more):
+                pass
+        except gm.GeminiError as error:
+            out[name] = str(error), error.status, time.monotonic() - start
+
+    time.sleep(3.0 if rank == 1 else 0.0)
+    refused("late", deadline=1.0)
+    time.sleep(1.0 if rank == 1 else 0.0)
+    with session(deadline=0.0):
+        pass
+    refused("alone", deadline=0.0, **({"file": "/proc/nowhere", "file_memory": "1MiB"} if rank == 1 else {}))
+    return out
+
+
 def several(*, cases):
     """The outcomes of several programs, one after the other: [name, arguments]."""
-    return [outcome_of(name, arguments) for name, arguments in cases]
+    out = []
+    for name, arguments in cases:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # one rank may have failed long before another one
+        out.append(outcome_of(name, arguments))
+    return out
 
 
 def built_in(*, model, zero=3):
@@ -743,6 +881,14 @@ def of_process(file, field):
         return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def resident_anew():
+    """The resident set of this process, in KiB. VmHWM, the most that it has been, begins anew."""
+    ctypes.CDLL(None).malloc_trim(0)  # so that what was freed is not used again unseen
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return of_process("status", "VmRSS")
+
+
 class ReadFromFiles(TorchDispatchMode):
     """Counts the bytes that torch's functions read from mapped files of weights.
 
@@ -794,9 +940,7 @@ def load_large(opened, folder, way):
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM begins anew
-    grown, read = of_process("status", "VmRSS"), of_process("io", "rchar")
+    grown, read = resident_anew(), of_process("io", "rchar")
     gm.load_weights(made, folder, verify=False)
     return made, of_process("io", "rchar") - read, (of_process("status", "VmHWM") - grown) << 10
 
@@ -816,18 +960,22 @@ def pretrained(*, folder):
 
 def in_all(*, folder, kept):
     """Trains the model of a folder, with clipping or updates in the backward pass. Returns, by way of loading, the most
-    host memory until the model was loaded, and until it was trained.
+    host memory until the model was loaded, and until it was trained, and by how many bytes the process grew at most.
     """
     rank, count = rank_and_count()
     out = {"parameters": 0}
-    for way, early in ("from_pretrained", False), ("load_weights", True):
+    # Twice: modules of Python, and pages of libraries, come at the first time.
+    for way, early in 2 * (("from_pretrained", False), ("load_weights", True)):
+        before = resident_anew(), of_process("status", "RssShmem")
         with session(memory="4MiB", strict=False) as opened:
             made, _, _ = load_large(opened, folder, way)
             loaded = opened.manager.stats()["peak_bytes"]["host"]
             made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early, **kept)
             more = {} if early else {"clip": 0.5}
             steps(made, optimizer, "llama", **share(count, rank), count=2, **more)
-            out[way] = loaded, opened.manager.stats()["peak_bytes"]["host"]
+            # The simulated device's memory, which is shared, counts once for each address that it has had.
+            grown, shared = of_process("status", "VmHWM") - before[0], of_process("status", "RssShmem") - before[1]
+            out[way] = loaded, opened.manager.stats()["peak_bytes"]["host"], (grown - shared) << 10
             out["parameters"] = sum(param.numel() for param in made.parameters())
     return out
 
@@ -866,6 +1014,53 @@ def resumed(*, model, zero=3, dtype="float32", kept=None, replaced=None):
         return {**out, "renewed": state(made, optimizer)}
 
 
+def written(*, zero=3, kept=None):
+    """Writes some elements of parameters of 16 bits, and loads states before parameters. Returns the states before and
+    after a write, after the parameters were loaded, and in the end.
+    """
+    rank, count = rank_and_count()
+    out = {}
+    with session(zero):
+        made = build("branches", "bfloat16")
+        made, optimizer = gm.prepare(made, adamw(made), **(kept or {}))
+        steps(made, optimizer, "branches", **share(count, rank), count=2, dtype=torch.bfloat16)
+        out["before"] = state(made, optimizer)
+        with torch.no_grad():
+            made.first.weight[3, 4] = 1
+            made.last.weight.clamp_(-0.05, 0.05)
+            made.last.bias.copy_(made.last.bias.clone())
+        out["after"] = state(made, optimizer)
+        weights = {name: value.cpu().clone() for name, value in made.state_dict().items()}
+        states = optimizer.state_dict()
+        steps(made, optimizer, "branches", **share(count, rank), count=1, dtype=torch.bfloat16)
+        optimizer.load_state_dict(states)
+        made.load_state_dict(weights)
+        out["loaded"] = state(made, optimizer)
+    return out
+
+
+def clamped(*, kept=None):
+    """Trains parameters of 16 bits, which hooks of the forward pass clamp, in the backward pass and by step(). Returns
+    the states in the end.
+    """
+    rank, count = rank_and_count()
+    out = {}
+    for early in False, True:
+        with session():
+            made = build("branches", "bfloat16")
+            made, optimizer = gm.prepare(made, adamw(made, lr=3e-2), step_in_backward=early, **(kept or {}))
+
+            def clamp(layer, _):
+                with torch.no_grad():
+                    layer.weight.clamp_(-0.05, 0.05)
+
+            for layer in made.first, made.last:
+                layer.register_forward_pre_hook(clamp)
+            steps(made, optimizer, "branches", **share(count, rank), dtype=torch.bfloat16)
+            out["early" if early else "at the end"] = state(made, optimizer)
+    return out
+
+
 def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32", kept=None, shard_size=None):
     """Trains and saves a checkpoint. dies: rank 1 is killed while it writes its slices of the second one."""
     rank, ranks = rank_and_count()
@@ -878,6 +1073,7 @@ def saving(*, folder, model, count, dies=False, optimizer=None, dtype="float32",
             steps(made, optimizer, model, **share(ranks, rank), count=1)
             if rank == 1:
                 tensorfile._store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            began["ns"] = time.monotonic_ns()
             gm.save(folder, made, optimizer)
         return {**out, "state": state(made, optimizer), "folder": folder}
 
@@ -953,21 +1149,61 @@ def left_out():
         return {"norms": norms}
 
 
+def full_tier(*, folder):
+    """On rank 1 alone, the file tier finds no room when it is made; then it is too small for what has to go there.
+
+    Returns what each raises, after how many seconds, and what is left in the folder.
+    """
+    rank, count = rank_and_count()
+    os.makedirs(folder, exist_ok=True)
+    out = {}
+
+    def refused(name, call):
+        began_ns = time.monotonic_ns()
+        try:
+            call()
+        except gm.GeminiError as error:
+            out[name] = str(error), error.status, (time.monotonic_ns() - began_ns) / 1e9
+
+    def opens():
+        with session(file=folder, file_memory="1MiB"):
+            pass
+
+    def trains():
+        files = "128KiB" if rank == 1 else "8MiB"
+        with session(placement="cpu", file=folder, file_memory=files, host_memory="512KiB"):
+            made = build("gpt2")
+            made, optimizer = gm.prepare(made, adamw(made))
+            steps(made, optimizer, "gpt2", **share(count, rank), count=2)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+    refused("made", opens)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    refused("full", trains)
+    torch.distributed.barrier()
+    return {**out, "left": os.listdir(folder)}
+
+
 def another_model():
     """Rank 1 makes a layer of another size."""
     rank, _ = rank_and_count()
     with session():
+        began["ns"] = time.monotonic_ns()
         gm.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9 if rank else 10)))
 
 
-def ends(*, point, how, deadline=4.0, early=False):
-    """Rank 1 is killed, or raises, in the forward pass, the backward pass, or before the step.
+def ends(*, point, how, deadline=4.0, early=False, **more):
+    """Rank 1 is killed, or raises, in the forward pass, the backward pass, before the step or, over torch's transport,
+    where the others are in one of its functions.
 
     early: the backward pass updates, and has begun to.
     """
     rank, count = rank_and_count()
     inputs = {**share(count, rank), "branches": list(range(8))}
-    with session(deadline=deadline):
+    with session(deadline=deadline, **more):
         made = build("8 branches")
         made, optimizer = gm.prepare(made, adamw(made), step_in_backward=early)
         parts = parts_before_the_end(optimizer) if early else []
@@ -983,6 +1219,9 @@ def ends(*, point, how, deadline=4.0, early=False):
             made.last.register_forward_pre_hook(end)
         if rank == 1 and point == "backward":
             made.choice[0].register_full_backward_hook(end)
+        if rank == 1 and point in ("all_gather", "reduce_scatter"):
+            agree = transport_of_torch.Team.agree
+            transport_of_torch.Team.agree = lambda team, call: (agree(team, call), call.startswith(point) and end())
         began["ns"] = time.monotonic_ns()
         loss = made(**rows("8 branches", 2, **share(count, rank)), branches=inputs["branches"])["loss"]
         loss.backward()
@@ -990,6 +1229,40 @@ def ends(*, point, how, deadline=4.0, early=False):
             end()
         optimizer.step()
         steps(made, optimizer, "8 branches", **inputs, count=1)
+
+
+class Lines(logging.Handler):
+    """The lines of the log. When the watchdog's state ends, a process goes on."""
+
+    def __init__(self, pid):
+        super().__init__()
+        self.pid, self.lines = pid, []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        if self.lines[-1].startswith("watchdog: state: waits: "):
+            os.kill(self.pid, signal.SIGCONT)
+
+
+def stops():
+    """Rank 1 is stopped before its second step, until rank 0 has logged what it waits for. Returns lines and losses."""
+    rank, count = rank_and_count()
+    with session(deadline=120.0, watchdog=0.0 if rank else 0.2):
+        pids = [0] * count
+        torch.distributed.all_gather_object(pids, os.getpid())
+        made = build("branches")
+        made, optimizer = gm.prepare(made, adamw(made))
+        losses = steps(made, optimizer, "branches", **share(count, rank), count=1)["losses"]
+        log = Lines(pids[1])
+        if rank:
+            os.kill(pids[1], signal.SIGSTOP)
+        else:
+            while pathlib.Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
+            logging.getLogger("libgemini").addHandler(log)
+        losses += steps(made, optimizer, "branches", **share(count, rank), count=1)["losses"]
+        logging.getLogger("libgemini").removeHandler(log)
+        return {"lines": log.lines, "losses": losses, "state": state(made, optimizer)}
 
 
 def early(*, model):
@@ -1056,6 +1329,8 @@ def refusals():
     refused("zero", lambda: gm.init(zero=4, **small))
     refused("shard_size", lambda: gm.init(shard_size=3, **small))
     refused("shard_sizes", lambda: gm.init(shard_size=1 + rank, **small))
+    refused("transport", lambda: gm.init(transport="gloo", **small))
+    refused("transports", lambda: gm.init(transport=("auto", "torch")[rank], **small))
     line = torch.distributed.device_mesh.init_device_mesh("cpu", (count,))
     refused("mesh", lambda: gm.init(process_group=line, **small))
     with session():
@@ -1115,6 +1390,9 @@ def outcome_of(program, arguments):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "RANK_PROGRAMS_FOLDER" in os.environ:  # of temporary files, where all that this process starts works, too
+        tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RANK_PROGRAMS_FOLDER"]
+        os.chdir(tempfile.tempdir)
     if SECONDS:
         faulthandler.dump_traceback_later(SECONDS, exit=True)
     slicerule.PIECE_ELEMENTS = 1000  # so that parameters are updated in several parts

@@ -1,13 +1,17 @@
-"""Runs the Python blocks of docs/pytorch.md in order, as a reader would.
+"""Runs the Python blocks of pages of docs in order, as a reader would.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 import inspect
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
 import architectures
 import libgemini
@@ -18,6 +22,7 @@ from libgemini.torch.optim import Optimizer
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "pytorch.md"
 README = PAGE.parents[1] / "README.md"
+SEVERAL = PAGE.parent / "several_gpus.md"
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +43,52 @@ def test_page_trains_a_model_as_it_stands(capsys):
     assert "stays" in said and "binds" in said and "moved a step" in said
     with pytest.raises(gm.GeminiError):
         gm.session()  # the page closes what it opened
+
+
+LOSSES = re.compile(r"^losses of steps (\d+) to \d+: (.*)$", re.MULTILINE)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
+def test_page_of_several_gpus_is_a_script_that_one_process_and_two_run(monkeypatch, tmp_path):
+    """Both print the same losses, which fall. What two have saved, one goes on with as with what one has saved."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # two processes need two GPUs
+    code = "\n".join(page.BLOCK.findall(SEVERAL.read_text()))
+    (tmp_path / "train.py").write_text(code)
+    said = {}
+
+    def run(*command):
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, *command, tmp_path / "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        ((first, losses),) = LOSSES.findall(done.stdout)  # of one process
+        return int(first), [float(loss) for loss in losses.split()]
+
+    def run_here():
+        names = page.run(SEVERAL)
+        gm.close()
+        return names["first"], names["losses"].tolist()
+
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, begin in ("one", run_here), ("two", lambda: run(*torchrun)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        said[name] = [begin(), run_here()]
+    for (first, losses), (first_of_two, losses_of_two), wanted in zip(said["one"], said["two"], (0, 6)):
+        assert first == first_of_two == wanted
+        assert losses_of_two == pytest.approx(losses, abs=2e-4) and losses == sorted(losses, reverse=True)
+    assert said["one"][1][1][0] < said["one"][0][1][-1]  # it went on, and did not begin again
+
+
+def test_page_of_several_gpus_names_what_there_is():
+    text = SEVERAL.read_text()
+    names = set(re.findall(r"\bgm\.(\w+)", text))
+    assert {"init", "prepare", "join"} <= names and not [name for name in names if not hasattr(gm, name)]
+    table = text[text.index("| | with several processes |") : text.index("**When")]
+    options = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)[`=]", row)
+    }
+    assert {"zero", "device_memory", "bucket_size"} <= options <= set(inspect.signature(gm.init).parameters)
 
 
 def test_page_names_what_there_is():

@@ -684,6 +684,48 @@ def test_an_exception_in_an_update_is_not_lost(late, tmp_path):
     assert manager.handle == 0 and not updates._updates and not updates._calls
 
 
+@pytest.mark.parametrize("placement", ("cpu", "cuda"))
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda manager, arena: manager.acquire([manager.range(arena)]),
+        lambda manager, arena: manager.update(lambda _: None, {arena: "read"}),
+        lambda manager, arena: manager.update_wait(),
+        lambda manager, arena: manager.stream_synchronize(abi.STREAM_CALLER),
+        lambda manager, arena: manager.close(),
+    ),
+    ids=("acquire", "update", "update_wait", "stream_synchronize", "close"),
+)
+def test_a_function_of_an_update_cannot_call_its_manager(placement, call):
+    """It would wait for itself. Another manager can be called."""
+    other = Manager(device_memory="1MiB", host_memory="2MiB", chunk_size=CHUNK)
+    beside = other.arena("param")
+    other.take(beside, CHUNK)
+    with Manager(placement=placement, device_memory="1MiB", host_memory="2MiB", chunk_size=CHUNK) as manager:
+        arena = manager.arena("param", element_bytes=4)
+        manager.take(arena, CHUNK)
+        if placement == "cuda":
+            with manager.acquired(manager.range(arena, "write")):
+                pass
+        told = []
+
+        def function(span):
+            with other.acquired(other.range(beside, "read", tier="host")):
+                pass
+            try:
+                call(manager, arena)
+            except GeminiError as error:
+                told.append((error.status, str(error)))
+
+        manager.update(function, {arena: "read_write"})
+        assert told and all(status == "STATE" and "calls the same manager" in text for status, text in told)
+        manager.stream_call(abi.STREAM_CALLER, lambda: told.clear() or function(None))
+        assert [status for status, _ in told] == ["STATE"]
+        with manager.acquired(manager.range(arena, "read", tier="host")):  # and it goes on
+            pass
+    other.close()
+
+
 def test_functions_of_updates_are_let_go(manager, arena):
     class Function:
         def __call__(self, span):

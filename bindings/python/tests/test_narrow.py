@@ -425,8 +425,10 @@ def test_a_written_parameter_is_saved_as_it_is(session, masters):
     assert not loop.state()[0]["master"].any()
 
 
+@pytest.mark.parametrize("last", ["states", "parameters"])
 @pytest.mark.parametrize("masters", ["fp32", "split16"])
-def test_masters_that_are_loaded_after_the_parameters_stay(session, masters):
+def test_masters_that_are_loaded_stay(session, masters, last):
+    """Whether they are loaded after the parameters or before."""
     loop = Loop(session, masters=masters)
     loop.steps(2)
     parameters = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
@@ -436,8 +438,11 @@ def test_masters_that_are_loaded_after_the_parameters_stay(session, masters):
     gm.close()
     other = Loop(session, masters=masters)
     other.number = 2
-    other.model.load_state_dict(parameters)
+    if last == "states":
+        other.model.load_state_dict(parameters)
     other.optimizer.load_state_dict(states)
+    if last == "parameters":
+        other.model.load_state_dict(parameters)
     other.steps(2)
     assert all(torch.equal(have, one) for have, one in zip(other.model.parameters(), want))
 

@@ -29,6 +29,7 @@ from conftest import (
     train,
     values,
 )
+from libgemini.manager import parse_bytes
 from libgemini.torch.optim import Optimizer
 from libgemini.torch.tensors import ManagedTensor
 
@@ -1696,6 +1697,42 @@ def test_errors_when_an_iteration_ends(session, monkeypatch, status, raised):
         else pytest.warns(UserWarning, match="this step was made.*of the end"),
     ):
         assert model(data()).shape == (5, SIZE)
+
+
+@pytest.mark.parametrize("device, host", [("9MiB", "5MiB"), ("7MiB", "3MiB"), ("5MiB", "4MiB")])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_device_and_host_memory_add_up(session, device, host, clip):
+    """Parameters, gradients and states take 8.3 MiB, more than the host has, and in two of three cases more than the
+    device has. States are read and loaded on the way, which moves them all."""
+
+    def run(device, host):
+        torch.manual_seed(1)
+        with session(device, host_memory=host):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+        model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses, sums, generator = [], [], torch.Generator().manual_seed(2)
+        for step in range(6):
+            x = torch.randn(16, 256, generator=generator)
+            loss = (model(x) - x.roll(1, 1)).pow(2).mean()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step in (0, 3):  # without a plan, and with one
+                states = optimizer.state_dict()
+                sums.append([float(state["exp_avg_sq"].double().sum()) for state in states["state"].values()])
+                optimizer.load_state_dict(states)
+        stats = gm.stats()
+        gm.close()
+        return losses, sums, stats
+
+    *ample, _ = run("64MiB", "256MiB")
+    *short, stats = run(device, host)
+    assert short == ample
+    assert stats["model_bytes"] > parse_bytes(host) and stats["planned_iterations"]
+    assert stats["peak_bytes"]["host"] <= parse_bytes(host)
 
 
 def test_a_process_that_an_exception_ends_with_its_session_open_says_no_more_than_that():

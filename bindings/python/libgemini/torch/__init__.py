@@ -50,6 +50,7 @@ from .blocks import WANTED as _UNITS
 from .optim import Optimizer, watch_steps as _watch_steps
 from .picture import picture
 from .session import Session, device_default as _device_default, simulated_default as _simulated_default
+from .transport import KINDS as _TRANSPORTS
 
 __all__ = [
     "GeminiError",
@@ -167,6 +168,8 @@ def init(
     units: str = "auto",
     speculate: bool = True,
     cache_policy: str = "lru",
+    bucket_size: int | str = 0,
+    transport: str = "auto",
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -204,7 +207,7 @@ def init(
             beside device_memory. None: "pool", where torch can do it (since 2.8), otherwise "torch". CUDA graphs need
             "torch", or resident().
         watchdog: Seconds. A thread that waits longer inside the library is reported in the log, with what it waits
-            for. 0: never.
+            for and what dump() says. 0: never.
         file_engine: How files are read and written: "uring" (io_uring), "threads", or "auto": io_uring if the system
             permits it.
         static_param_fraction: For placement="static": the share of parameters that stays on the device, from 0 to 1.
@@ -216,9 +219,14 @@ def init(
             with the dimensions ("replicate", "shard") stands for the default group and shard_size.
         zero: With several processes, what they divide: 1: optimizer states, 2: gradients, too, 3: parameters, too;
             "auto": as 3, and the plan chooses how many parameters stay whole on the device between their uses.
-        deadline: With several processes: the seconds to wait for one that makes no progress. 0: 10, on GPUs 60.
-        rank_order: With several processes on GPUs: add gradients in the order of the processes, with the same bits in
-            each run, in place of an order that NCCL chooses; slower. On the simulated device that is always so.
+        deadline: With several processes: the seconds to wait for one that makes no progress, and, here, for one that
+            has not called init() yet. 0: 10, on GPUs 60; and here, as processes may load data before, as long as the
+            process group waits (its timeout, half an hour unless the script has set another one). A process that has
+            ended is not waited for; see "Several processes" in docs/pytorch.md.
+        rank_order: With several processes on GPUs: add gradients in fp32 and in rank order, that of the processes, and
+            round the sums once (fp32 sums), with the same bits in each run; slower. False: as fast as NCCL goes, in an
+            order that it chooses and in the gradients' dtype (bf16 sums of bfloat16 gradients). On the simulated device
+            sums are always in fp32 and in rank order.
         shard_size: With several processes: how many of them, such as those of a machine, divide the model among
             themselves (hybrid sharding): the first so many, the next ones, and so on. Each such replica has the whole
             model, and gradients are added over all. It divides the number of processes. None: all of them.
@@ -231,6 +239,12 @@ def init(
         cache_policy: Which expert of a mixture, in a model of infer(), leaves the device first: "lru", the one used
             longest ago; "frequent", the one used for the fewest tokens; "least-stale", the one whose block has just
             been passed. Results are the same.
+        bucket_size: With several processes: bytes of gradients that are added over them in one call, once all of these
+            are there; they stay on the device until then. At most 16 chunks; less than two: each chunk by itself. 0:
+            128 MiB, or a 64th of the smallest device_memory if that is less.
+        transport: With several processes, how they exchange parameters and gradients. "auto": by NCCL on GPUs, and on
+            the simulated device by memory that the processes of one machine share. "torch": by torch.distributed, with
+            the backends of the process group: nccl on GPUs, gloo on the simulated device.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -249,55 +263,72 @@ def init(
         raise GeminiError(f'zero is {zero!r}: want 1, 2, 3 or "auto"', "INVALID")
     if units not in _UNITS:
         raise GeminiError(f"units is {units!r}: want {', '.join(map(repr, _UNITS))}", "INVALID")
-    process_group, shard_size = _ranks.find(process_group, shard_size)
+    if transport not in _TRANSPORTS:
+        raise GeminiError(f"transport is {transport!r}: want {' or '.join(map(repr, _TRANSPORTS))}", "INVALID")
+    # Without "torch" also with GPUs, whose bytes the library's own communicators carry.
+    backend = "cpu:gloo,cuda:nccl" if cuda and transport == "torch" else "gloo"
+    process_group, shard_size = _ranks.find(process_group, shard_size, backend)
+    if cuda and transport == "torch" and process_group is not None:
+        if rank_order or allocator not in (None, "torch"):
+            what = "rank_order is True" if rank_order else f"allocator is {allocator!r}"
+            raise GeminiError(
+                f'{what}: with transport="torch" on GPUs want rank_order=False, allocator="torch"', "INVALID"
+            )
+        allocator = "torch"  # a collective that allocates must not ask the session, which is within the call
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
     if cuda and (device is None or _torch.device(device).index is None):
         device = _ranks.choose_gpu(process_group)
-    # What a group of NCCL sends is on the current GPU.
-    with _torch.cuda.device(device) if cuda and process_group is not None else _contextlib.nullcontext():
-        share = _ranks.Share.of(process_group)
-    update_threads = update_threads or share.update_threads
-    if not _parse_bytes(host_memory, "host_memory"):
-        host_memory = share.host_bytes
-    if not _parse_bytes(device_memory, "device_memory"):
-        if cuda and (allocator == "torch" or process_group is not None and _ranks.may_share_gpus()):
-            what = 'allocator="torch" takes memory beside it' if allocator == "torch" else "processes may share the GPU"
-            raise GeminiError(f"device_memory is 0, but {what}: set device_memory", "INVALID")
-        if cuda:
-            device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
-        else:
-            device_memory = _simulated_default(share.host_bytes or _ranks.host_default())
-    owner = Session(
-        device=_torch.device(device or "cpu"),
-        placement=placement,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        file=file,
-        file_memory=file_memory,
-        device_margin=margin,
-        chunk_size=chunk_size,
-        warmup_iterations=warmup_iterations,
-        update_threads=update_threads,
-        strict=strict,
-        progress=progress,
-        watchdog=watchdog,
-        file_engine=file_engine,
-        static_param_fraction=static_param_fraction,
-        static_optim_fraction=static_optim_fraction,
-        process_group=process_group,
-        zero=_ZERO_AUTO if isinstance(zero, str) else zero,
-        deadline=deadline,
-        rank_order=rank_order,
-        shard_size=shard_size,
-        units=units,
-        speculate=speculate,
-        cache_policy=cache_policy,
-    )
-    try:
-        owner.allocator = _allocator.start(allocator, owner)
-    except BaseException:
-        owner.close(force=True)
-        raise
+    device = _torch.device(device or "cpu")
+    several = _contextlib.nullcontext() if process_group is None else _ranks.Start(process_group, device, deadline)
+    with several as start:
+        wants_host = not _parse_bytes(host_memory, "host_memory")
+        wants_device = not _parse_bytes(device_memory, "device_memory")
+        share = _ranks.Share.of(start, wants_host or wants_device and not cuda)
+        update_threads = update_threads or share.update_threads
+        if wants_host:
+            host_memory = share.host_bytes
+        if wants_device:
+            if cuda and (allocator == "torch" or start is not None and _ranks.may_share_gpus()):
+                takes = 'allocator="torch" takes memory beside it'
+                what = takes if allocator == "torch" else "processes may share the GPU"
+                raise GeminiError(f"device_memory is 0, but {what}: set device_memory", "INVALID")
+            if cuda:
+                device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
+            else:
+                device_memory = _simulated_default(share.host_bytes or _ranks.host_default())
+        owner = Session(
+            device=device,
+            placement=placement,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            file=file,
+            file_memory=file_memory,
+            device_margin=margin,
+            chunk_size=chunk_size,
+            warmup_iterations=warmup_iterations,
+            update_threads=update_threads,
+            strict=strict,
+            progress=progress,
+            watchdog=watchdog,
+            file_engine=file_engine,
+            static_param_fraction=static_param_fraction,
+            static_optim_fraction=static_optim_fraction,
+            start=start,
+            zero=_ZERO_AUTO if isinstance(zero, str) else zero,
+            deadline=deadline,
+            rank_order=rank_order,
+            shard_size=shard_size,
+            units=units,
+            speculate=speculate,
+            cache_policy=cache_policy,
+            bucket_size=bucket_size,
+            transport=transport,
+        )
+        try:
+            owner.allocator = _allocator.start(allocator, owner)
+        except BaseException:
+            owner.close(force=True)
+            raise
     _current = owner
     _watch(True)
     return _Init(owner)

@@ -117,8 +117,8 @@ class Place:
         self.chosen_below = 0
         self.arena = arena
         self.offset = offset
-        # Whether functions of the user have written it since it last matched its fp32 copy: False, True or UNSURE.
-        self.written: bool | str = False
+        # Whether functions of the user may have written it since it last matched its fp32 copy.
+        self.written = False
         self.object, self.base = arena, offset  # the library's handle, and the offset in that
         self.shape = torch.Size(shape)
         self.dtype = dtype
@@ -350,7 +350,14 @@ class Arenas:
         size = -(-max(1, torch.Size(shape).numel()) // ALIGNMENT) * alignment
         offset = self.spaces[arena].take(size, alignment) if arena in self.spaces else None
         if offset is None:
-            offset = self.session.manager.take(arena, size)
+            try:
+                offset = self.session.manager.take(arena, size)
+            except GeminiError as error:
+                if error.status != "INVALID" or kind == self.frozen and self.capacity:
+                    raise
+                # An arena has as many addresses as the three budgets have bytes.
+                what = f"{name}: what is like it needs more bytes than device, host and files have together: {error}"
+                raise GeminiError(what, "OOM_HOST") from error
         return self.place_type(arena)(self.session, arena, offset, shape, dtype, name, stride)
 
     def place_type(self, arena: int) -> type[Place]:

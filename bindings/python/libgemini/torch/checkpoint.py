@@ -669,7 +669,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         if optimizer is None:
             for _, _, value in plan:
                 if getattr(value, "_gm_record", None) is not None:
-                    value._gm_record.renew_master()
+                    value._gm_record.renew_master(whole=True)
 
 
 @contextlib.contextmanager

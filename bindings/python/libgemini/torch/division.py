@@ -20,6 +20,7 @@ from torch import nn
 from ..abi import GeminiError
 from . import internals
 from .internals import plain as _plain
+from .ranks import fail_together, gather_objects
 from .tensors import (
     _AUTOGRAD,
     _DATA,
@@ -437,28 +438,16 @@ class Mesh:
 
     def gather(self, mine: typing.Any) -> list[typing.Any]:
         """Brings an object of each process to all of them."""
-        theirs: list[typing.Any] = [mine] * self.count
-        if self.group is not None:
-            dist.all_gather_object(theirs, mine, group=self.group)
-        return theirs
+        return [mine] if self.group is None else gather_objects(self.group, mine)
 
     @contextlib.contextmanager
     def together(self, ranks: Ranks | None) -> typing.Iterator[None]:
         """A context manager: an exception within it on one process is one on all that have parts, and on the ranks of
         each. All of them meet at its end.
         """
-        error: Exception | None = None
-        try:
-            with ranks.together() if ranks else contextlib.nullcontext():
-                yield
-        except Exception as raised:
-            error = raised
-        texts = self.gather((str(error) or repr(error)) if error else "") if self.group is not None else []
-        if error:
-            raise error
-        for index, text in enumerate(texts):
-            if text:
-                raise GeminiError(f"the process that has part {index}: {text}", "PEER")
+        of_ranks = ranks.together() if ranks else contextlib.nullcontext()
+        with fail_together(self.gather, "the process that has part"), of_ranks:
+            yield
 
     def stem(self, name: str) -> str:
         """The name of a file that has this process's part."""

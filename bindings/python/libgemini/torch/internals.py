@@ -344,6 +344,35 @@ def scripts_data(module):
     return any(module._c._get_method(name).inlined_graph.findNode("prim::data") for name in script_methods(module))
 
 
+def scripts_statistics(module):
+    """Whether a method of a scripted module calls a function that may write running statistics that are frozen
+    parameters or managed buffers, without an increment of their versions."""
+    held = any(
+        hasattr(one, "_gm_place") and one.is_floating_point() and not one.requires_grad
+        for one in (*module.parameters(), *module.buffers())
+    )
+    return held and any(
+        module._c._get_method(name).inlined_graph.findNode(f"aten::{function}")
+        for name in script_methods(module)
+        for function in ("batch_norm", "native_batch_norm", "cudnn_batch_norm")
+    )
+
+
+# ---- processes
+_get_store = getattr(module_or_empty("torch.distributed.distributed_c10d"), "_get_process_group_store", None)
+
+
+def store_of(process_group: typing.Any) -> typing.Any:
+    """The store of a process group; None if the group has none, as those of MPI, or torch does not tell."""
+    return _get_store(process_group) if _get_store else None
+
+
+# Backends by themselves, without a process group around them, and of their methods allgather, alltoall and
+# reduce_scatter with the ending _base, abort and Options; None where torch is built without them.
+GlooBackend: typing.Any = getattr(module_or_empty("torch.distributed"), "ProcessGroupGloo", None)
+NcclBackend: typing.Any = getattr(module_or_empty("torch.distributed"), "ProcessGroupNCCL", None)
+
+
 # ---- CUDA
 raw_stream = find(torch, "_C._cuda_getCurrentRawStream", missing_cuda)  # (device's number): CUDA's current stream
 clear_workspaces = find(torch, "_C._cuda_clearCublasWorkspaces", missing_cuda)

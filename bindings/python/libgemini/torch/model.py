@@ -34,7 +34,6 @@ from .memory import FLOATS_OF_8_BITS, can_wrap, shared
 from .progress import Progress
 from .session import Session
 from .tensors import (
-    UNSURE,
     ManagedNumber,
     ManagedParameter,
     ManagedTensor,
@@ -216,27 +215,26 @@ class Record:
         if type(param) is ManagedParameter and is_number(param) and not param._gm_unit:
             become_number(param)
 
-    def renew_master(self):
-        """Updates the fp32 copy from the parameter.
+    def renew_master(self, whole=False):
+        """Updates the fp32 copy from the parameter, where it does not round to it.
 
-        If it is unknown whether the parameter was written, the copy is updated only if it does not round to the
-        parameter.
+        whole: everywhere: the copy is new, or the parameter was loaded without one.
         """
-        unsure, self.place.written = self.place.written == UNSURE, False
+        self.place.written = False
         if "master" not in self.states:
             return
         place, master, ranks = self.place, self.states["master"], self.session.ranks
-        if ranks:
+        if whole and master.dtype == narrow.HALF:
+            master.zero()
+        elif ranks:
             for values, piece in ranks.slices_of_both(place, master):
-                new = narrow.renewed(values, piece, unsure)
+                new = values if whole else narrow.renewed(values, piece)
                 if new is not None:
                     piece.copy_(new)
-        elif not unsure:
-            master.zero() if master.dtype == narrow.HALF else master.write(place.read())
+        elif whole:
+            master.write(place.read())
         else:
-            new = narrow.renewed(place.read(), master.read(), unsure)
-            if new is not None:
-                master.write(new)
+            narrow.renew(place, master)
 
     def replace(self, values):
         """Serves `parameter.data = values`.

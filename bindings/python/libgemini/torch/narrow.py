@@ -52,25 +52,77 @@ def halves(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return upper, bits.masked_fill(nan, 0).to(HALF)
 
 
-def renewed(values: torch.Tensor, master: torch.Tensor, unsure: bool) -> torch.Tensor | None:
-    """What fp32 copies, or their lower halves, have to be now that the parameters may have been written.
+def renewed(values: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
+    """What fp32 copies, or their lower halves, have to be now that some elements of the parameters may have been
+    written.
+
+    A copy that rounds to its parameter stays: the element was not written, or its value did not change. Lower halves go
+    with nearly every upper one, so that forget_halves() has to be told which elements changed; here those become 0 that
+    no number has, such as a negative half beside the upper half of 0.
 
     Args:
         values: The parameters.
         master: What their copies, or lower halves, are.
-        unsure: Whether it is unknown if the parameters were written: then copies stay that round to the parameters.
 
     Returns:
         New values for master, or None: it stays as it is.
     """
     if master.dtype != HALF:
-        kept = unsure and torch.equal(master.to(values.dtype).view(HALF), values.view(HALF))
-        return None if kept else values
-    if not unsure:
-        return torch.zeros_like(master)  # nothing is left beside what was written
+        other = master.to(values.dtype).view(HALF) != values.view(HALF)
+        return torch.where(other, values.to(master.dtype), master) if other.any() else None
     upper, _ = halves(joined(values, master))
-    other = upper.view(HALF) != values.view(HALF)  # there, it is the remainder of another value
+    other = upper.view(HALF) != values.view(HALF)
     return master.masked_fill(other, 0) if other.any() else None
+
+
+def renew(param: Place, master: Place) -> None:
+    """Updates fp32 copies, or their lower halves, from parameters of one process; see renewed()."""
+    for first in range(0, param.elements, PIECE_ELEMENTS):
+        count = min(PIECE_ELEMENTS, param.elements - first)
+        new = renewed(_take(param, first, count, own=False), _take(master, first, count, own=False))
+        if new is not None:
+            _put(master, first, new)
+
+
+class Watch:
+    """Finds out which elements of parameters with split masters a function changes.
+
+    Attributes:
+        ranges: By place of a parameter, the first element and the number of those that the function may write.
+        found: Likewise, for each range its place, the first element, and which ones the function has changed.
+    """
+
+    def __init__(self, ranges: typing.Sequence[tuple[Place, int, int]]) -> None:
+        self.ranges = ranges
+        self.found: list[tuple[Place, int, torch.Tensor]] = []
+
+    def call(self, func: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        """Calls the function, with the elements on the device."""
+        with torch.no_grad():
+            flats = [place.tensor.as_strided((place.elements,), (1,)) for place, _, _ in self.ranges]
+            parts = [flat.view(HALF)[first : first + n] for flat, (_, first, n) in zip(flats, self.ranges)]
+            before = [part.clone() for part in parts]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for (place, first, _), old, new in zip(self.ranges, before, parts):
+                    self.found.append((place, first, old != new))
+
+    def forget_halves(self) -> None:
+        """Makes the lower halves of changed elements 0: their masters are what was written."""
+        for place, begin, changed in self.found:
+            record = place.owner() if place.owner is not None else None
+            if record is None or not record.split or not changed.any():
+                continue
+            changed, master = changed.cpu(), record.states["master"]
+            end = begin + changed.numel()
+            sliced = isinstance(master, SlicedPlace)
+            steps = ((at, min(at + PIECE_ELEMENTS, end)) for at in range(begin, end, PIECE_ELEMENTS))
+            for first, last in master.parts(begin, end, PIECE_ELEMENTS) if isinstance(master, SlicedPlace) else steps:
+                some = changed[first - begin : last - begin]
+                if some.any():
+                    _put(master, first, _take(master, first, last - first, own=sliced).masked_fill(some, 0))
 
 
 # ---- 8-bit codes, as bindings/update/kernel.h reads and writes them; update.h says what they are

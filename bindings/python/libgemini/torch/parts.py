@@ -10,6 +10,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import math
 import typing
 
 import torch
@@ -61,6 +62,7 @@ class Parts:
         self.groups = groups  # of the optimizer, now
         self.group_of: dict[int, dict[str, typing.Any]] = {}  # by id of a record, as of the beginning of the pass
         self.arenas: dict[int, Arena] = {}  # of the pass, with parameters of the rule
+        self.chunks = 1  # a part is so many, or a multiple
         self.open = False  # a pass has begun, and its updates are not all made
         self.since_step = False  # a pass has made updates since the last step()
         self.updated: set[Record] = set()  # which parts of this pass had elements of
@@ -100,6 +102,8 @@ class Parts:
             for arena, records in by_arena.items()
             if records
         }
+        self.session.renew_masters()  # of parameters that the forward pass has written
+        self.chunks = math.lcm(self.ranks.shard_size, self.ranks.bucket_chunks())
         self.updated.clear()
         self.present = None
         self.open = True
@@ -108,16 +112,15 @@ class Parts:
         """Gradients were stored, and no function holds parameters: updates what waited for nothing else.
 
         A part is as many chunks as there are ranks in a replica, or more: this rank's slices of these fill chunks of
-        their own, so that gradients that come next do not wait until a worker has read those of this part.
+        their own, so that gradients that come next do not wait until a worker has read those of this part. It is whole
+        buckets, too.
         """
         if not self.open:
             return
         for arena, part in self.arenas.items():
             all_records = self.rule.arenas[arena]
             made: typing.Collection[Record] = () if self.ranks.idle else self.ranks.stored
-            step = (
-                self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.ranks.shard_size
-            )
+            step = self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.chunks
             begin = part.complete(made, step)
             if begin < part.end:
                 try:

@@ -17,6 +17,7 @@ file that knows by what has a function replacements(), whose result __init__.py 
     torch.to_dlpack, safetensors.torch's readers      a session is open  savers.py: they read at a tensor's address
     nn.Module.register_parameter                      a model is built   model.py: each parameter goes in at once
     transformers' PreTrainedModel.from_pretrained     a model is built   model.py: one tensor after another, on the CPU
+    torch.batch_norm, torch.native_batch_norm         a unit is running  unit.py: they write statistics without a trace
     torch._dynamo's TensorVariable.method_attr_data   a unit has run     watch_compiler(), below; stays replaced
 
 All of it is tested with the versions of torch that internals.TESTED has: 2.6 to 2.15. tests/run.sh has a lane for the
@@ -119,6 +120,8 @@ remove_batch_dim = Replaced(module_or_empty("torch._functorch.vmap"), "_remove_b
 script_module = Replaced(module_or_empty("torch.jit._recursive"), "create_script_module")
 freeze = Replaced(torch.jit, "freeze")
 script_call = Replaced(torch.jit.ScriptFunction, "__call__")
+# What writes running statistics without an increment of their versions.
+batch_norms = [Replaced(torch, name) for name in ("batch_norm", "native_batch_norm")]
 ddp_init = Replaced(DistributedDataParallel, "__init__")
 
 
@@ -175,6 +178,12 @@ def _forget_names() -> None:
     """Has torch.compile() look up torch's functions again; it keeps those that were there when it was loaded."""
     rules: typing.Any = sys.modules.get("torch._dynamo.trace_rules")
     getattr(rules, "clear_lru_cache", lambda: None)()
+
+
+def keep_names() -> None:
+    """Has torch.compile(), if it is loaded, look up torch's functions now, before one is replaced that it traces."""
+    rules: typing.Any = sys.modules.get("torch._dynamo.trace_rules")
+    getattr(rules, "get_torch_obj_rule_map", lambda: None)()
 
 
 @contextlib.contextmanager

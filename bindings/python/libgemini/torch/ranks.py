@@ -16,7 +16,10 @@ import hashlib
 import importlib.util
 import itertools
 import os
+import pickle
 import socket
+import time
+import types
 import typing
 
 import torch
@@ -29,22 +32,28 @@ from ..manager import STATES, Manager
 from . import internals
 from .arenas import DTYPES, PIECE_BYTES, Place
 from .memory import host_tensor
+from .transport import Transport
 
 if typing.TYPE_CHECKING:
     from .model import Record
     from .parts import Parts
     from .session import Session
 
+BUCKET_BYTES = 128 << 20  # of gradients that are added in one call, at most
+BUCKET_PARTS = 64  # buckets that would fill the device: gradients wait there until their bucket is whole
+GRACE_SECONDS = 2.0  # that others have to come after one is known to be lost, so that only that one is named
+
 _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
 _Batch = typing.TypeVar("_Batch")
 
 
-def find(process_group: typing.Any, shard_size: int | None = None) -> tuple[typing.Any, int]:
+def find(process_group: typing.Any, shard_size: int | None = None, backend: str = "gloo") -> tuple[typing.Any, int]:
     """The process group whose processes are the ranks of a session, and how many of them divide a model.
 
     Args:
         process_group: What init() was given.
         shard_size: Likewise.
+        backend: Of the default group, where it is made.
 
     Returns:
         That group; without one, the default group of torch.distributed, which is made here if the script, under
@@ -55,7 +64,7 @@ def find(process_group: typing.Any, shard_size: int | None = None) -> tuple[typi
     """
     if dist.is_available() and isinstance(process_group, DeviceMesh):
         process_group, shard_size = _of_mesh(process_group, shard_size)
-    process_group = _find_group(process_group)
+    process_group = _find_group(process_group, backend)
     count = 1 if process_group is None else dist.get_world_size(process_group)
     if shard_size is not None and (shard_size < 1 or count % shard_size):
         raise GeminiError(f"shard_size is {shard_size}: want a divisor of the number of processes, {count}", "INVALID")
@@ -83,17 +92,45 @@ def _of_mesh(mesh: DeviceMesh, shard_size: int | None) -> tuple[typing.Any, int]
     return dist.group.WORLD, mesh.size(1)
 
 
-def _find_group(process_group: typing.Any) -> typing.Any:
+def _find_group(process_group: typing.Any, backend: str) -> typing.Any:
     if not dist.is_available():
         return None
     if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-            dist.init_process_group("gloo")  # also with GPUs, whose bytes the library's own communicators carry
+            dist.init_process_group(backend)
     if process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD
     if process_group is None or dist.get_world_size(process_group) == 1:
         return None
     return process_group
+
+
+def gather_objects(process_group: typing.Any, mine: typing.Any) -> list[typing.Any]:
+    """Brings an object of each process of a group of torch.distributed to all of them, in their order."""
+    theirs: list[typing.Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(theirs, mine, group=process_group)
+    return theirs
+
+
+@contextlib.contextmanager
+def fail_together(gather: typing.Callable[[str], list[str]], who: str) -> typing.Iterator[None]:
+    """A context manager: an exception within it on one process is one on all of them, which meet at its end.
+
+    Args:
+        gather: Brings a text of each process to all of them.
+        who: What the processes are, before their number.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    texts = gather((str(error) or repr(error)) if error else "")
+    if error:
+        raise error
+    for number, text in enumerate(texts):
+        if text:
+            raise GeminiError(f"{who} {number}: {text}", "PEER")
 
 
 def host_default() -> int:
@@ -114,32 +151,32 @@ class Share(typing.NamedTuple):
     update_threads: int
 
     @classmethod
-    def of(cls, process_group: typing.Any) -> Share:
-        """The share of this process. All processes of the group have to call it.
+    def of(cls, start: Start | None, wants_host: bool = True) -> Share:
+        """The share of this process. All processes of a group have to call it.
 
         The processes of a machine are those of the group there, or those that torchrun has started there
         (LOCAL_WORLD_SIZE) if these are more, as with tensor parallelism. Those that a launcher has bound to other
         cores do not count where cores are divided.
 
         Args:
-            process_group: Of several processes, or None.
+            start: Of several processes, or None.
+            wants_host: Whether host_bytes is asked for. Otherwise it is 0, and this process does not look at the
+                machine's memory.
         """
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         started = int(local) if local.isdigit() else 1
-        if process_group is None and started == 1:
+        if start is None and started == 1:
             return cls(0, 0)
-        mine = socket.gethostname(), host_default(), sorted(os.sched_getaffinity(0))
-        theirs: list[typing.Any] = [mine]
-        if process_group is not None:
-            theirs = [None] * dist.get_world_size(process_group)
-            dist.all_gather_object(theirs, mine, group=process_group)
+        mine = socket.gethostname(), host_default() if wants_host else 0, sorted(os.sched_getaffinity(0))
+        theirs = [mine] if start is None else start.exchange(mine)
         here = [one for one in theirs if one[0] == mine[0]]
         count = max(len(here), started)
         if count == 1:
             return cls(0, 0)
         beside = count * sum(one[2] == mine[2] for one in here) // len(here)  # those on the same cores
         threads = min(max(1, len(mine[2]) // beside - 1), 256)
-        return cls(min(free for _, free, _ in here) // count, threads)
+        told = [free for _, free, _ in here if free]  # by those that ask
+        return cls(min(told) // count if wants_host else 0, threads)
 
 
 def choose_gpu(process_group: typing.Any) -> torch.device:
@@ -227,6 +264,150 @@ class Process(typing.NamedTuple):
             return False
         state, began = self._state(self.pid)
         return began != self.began or state in ("Z", "X")
+
+
+def ended_text(processes: typing.Sequence[Process], rank: int) -> str:
+    """Which processes of this host have ended, in words. NCCL does not tell, nor does a store. rank: of this one."""
+    gone = [other for other, one in enumerate(processes) if other != rank and one.has_ended(processes[rank])]
+    return ", ".join(f"rank {other} has ended (process {processes[other].pid})" for other in gone)
+
+
+class Start:
+    """What the ranks tell each other within init(), before they have a group of the library's.
+
+    It goes through the store of the process group, which can be asked without waiting. A collective of torch's would
+    wait for a rank that never comes for as long as the group's timeout, half an hour, and does not say which one it is.
+    Rank 0 puts the values together, so that the store is asked about three times for each rank. As a context manager,
+    it tells the others about an exception within it.
+
+    Attributes:
+        process_group: Of torch.distributed.
+        rank: This process's number.
+        count: How many ranks there are.
+        processes: Of all ranks.
+        seconds: How long an exchange waits. The first one, for which a rank may come late: the deadline, or without one
+            as long as torch does. The others: as the library does.
+    """
+
+    def __init__(self, process_group: typing.Any, device: torch.device, deadline: float) -> None:
+        """Waits for all ranks.
+
+        Args:
+            process_group: Of several processes.
+            device: Of the session.
+            deadline: Of init().
+
+        Raises:
+            GeminiError: Status "PEER": a rank does not come.
+        """
+        self.process_group = process_group
+        self.rank, self.count = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.device = device
+        self.processes: list[Process] = []
+        self.exchanges, self.began = 0, 0.0  # how many, and when the last one began
+        # A collective that nobody needs: over gloo it fails as soon as a process has ended that is connected to this
+        # one, also one of another host or one that nothing is known of yet. Only while the first exchange lasts, as all
+        # ranks have to call it.
+        self.beside: typing.Any = None
+        self.lost: tuple[float, Exception] | None = None  # when that was noticed, and what torch says
+        self.store = internals.store_of(process_group)
+        if self.store is not None:
+            calls = self.store.add(f"libgemini/{self.rank}", 1)  # of init(), by each rank: all begin with the same keys
+            self.seconds = deadline or self.store.timeout.total_seconds()
+            self.store = dist.PrefixStore(f"libgemini/{calls}", self.store)
+            if "cpu:gloo" in dist.get_backend_config(process_group):
+                try:
+                    zero = torch.zeros(1, device="cpu")
+                    self.beside = dist.all_reduce(zero, group=process_group, async_op=True)
+                except RuntimeError as error:
+                    self.lost = time.monotonic(), error
+        self.processes = self.exchange(Process.here(device))
+        self.beside = self.lost = None
+        self.seconds = deadline or (60.0 if device.type == "cuda" else 10.0)
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._tell(str(error) or repr(error))
+
+    def on_gpu(self) -> typing.ContextManager[None]:
+        """A context manager: the session's GPU is the current one, where a process group of NCCL puts what it sends."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def exchange(self, mine: typing.Any) -> list[typing.Any]:
+        """Brings an object of each rank to all ranks.
+
+        Raises:
+            GeminiError: Status "PEER": a rank does not come, or has failed; the message names it.
+        """
+        if self.store is None:
+            with self.on_gpu():
+                return gather_objects(self.process_group, mine)
+        self.exchanges += 1
+        keys = [f"{self.exchanges}/{rank}" for rank in range(self.count)]
+        missing, self.began = [rank for rank in range(self.count) if rank != self.rank], time.monotonic()
+        try:
+            self.store.set(keys[self.rank], pickle.dumps(mine))
+            if self.rank == 0:
+                values = [self._wait(key, keys, missing) for key in keys]
+                self.store.set(f"{self.exchanges}/all", pickle.dumps(values))
+            else:
+                values = pickle.loads(self._wait(f"{self.exchanges}/all", keys, missing))
+        except GeminiError as error:
+            self._tell(str(error))
+            raise
+        except RuntimeError as error:
+            gone = "the store of torch.distributed is gone, so the first process, or torchrun, has ended"
+            raise self._error(missing, gone) from error
+        return [pickle.loads(value) for value in values]
+
+    def _wait(self, key: str, keys: typing.Sequence[str], missing: list[int]) -> bytes:
+        """The value of a key, as soon as it is there. missing: ranks that may be; those that have come are removed."""
+        pause = 0.001
+        while not self.store.check([key]):
+            if self.store.check(["failed"]):
+                raise GeminiError(self.store.get("failed").decode(), "PEER")
+            why = self._why_not_wait()
+            for rank in missing[: None if why else 4]:  # while it waits, some: the store is to have time for others
+                if self.store.check([keys[rank]]):
+                    missing.remove(rank)
+            if why:
+                raise self._error(missing, why) from (self.lost and self.lost[1])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return bytes(self.store.get(key))
+
+    def _why_not_wait(self) -> str:
+        """Why it is of no use to wait for others, in words, or that they have had their time; "": it goes on."""
+        now = time.monotonic()
+        if self.beside is not None and self.beside.is_completed():
+            try:
+                self.beside.wait()
+            except RuntimeError as error:
+                self.lost = now, error
+            self.beside = None
+        if text := self._ended():
+            return text
+        if self.lost and now - self.lost[0] > GRACE_SECONDS:
+            return "a process has ended, as torch's connection to it is closed"
+        return f"{self.seconds:g} s have passed" if now - self.began > self.seconds else ""
+
+    def _error(self, missing: typing.Sequence[int], why: str) -> GeminiError:
+        names = ", ".join(f"rank {rank}" for rank in missing or [0])  # without missing ones, rank 0 is to go on
+        return GeminiError(f"init(): {self._ended() or f'waits for {names}: {why}'}", "PEER")
+
+    def _ended(self) -> str:
+        return ended_text(self.processes, self.rank) if self.processes else ""
+
+    def _tell(self, text: str) -> None:
+        """Tells the others why this rank has given up, unless one has done so before."""
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and not self.store.check(["failed"]):
+                self.store.set("failed", f"rank {self.rank}: {text}")
 
 
 class SlicedPlace(Place):
@@ -372,7 +553,8 @@ class Ranks:
         rank: This process's number.
         count: How many ranks there are.
         shard_size: How many of them divide the model among themselves: those of a replica.
-        group: The library's handle of the group: over NCCL on GPUs, over shared memory on the simulated device.
+        group: The library's handle of the group.
+        transport: What it talks over, or None: NCCL on GPUs, shared memory on the simulated device.
         processes: Of all ranks.
         stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too, abi.ZERO_AUTO: as 3.
         storing: Whether a gradient is being stored.
@@ -383,24 +565,33 @@ class Ranks:
     def __init__(
         self,
         session: Session,
-        process_group: typing.Any,
+        start: Start,
         stage: int,
         deadline: float,
         rank_order: bool,
         shard_size: int = 0,
+        bucket_size: int = 0,
+        transport: str = "auto",
     ) -> None:
         """
         Args:
             session: Whose manager is open.
-            process_group: A process group of torch.distributed, whose ranks these are.
+            start: Of the ranks that these are.
             stage: 1, 2, 3 or abi.ZERO_AUTO.
             deadline: Seconds to wait for a rank that makes no progress. 0: 10, over NCCL 60.
             rank_order: Over NCCL: whether sums are in the order of ranks.
             shard_size: Ranks of a replica; 0: all.
+            bucket_size: Bytes of gradients that are added in one call; 0: chosen.
+            transport: As of init().
+
+        Raises:
+            GeminiError: Ranks have different options; or a group cannot be made.
         """
         self.session = session
-        self.process_group = process_group
-        self.rank, self.count = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.process_group = start.process_group
+        self.rank, self.count = start.rank, start.count
+        self.on_gpu = start.on_gpu
+        self.processes = start.processes
         self.shard_size = shard_size or self.count
         self.stage = stage
         self.storing = False
@@ -409,21 +600,37 @@ class Ranks:
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
         self.idle = False  # this rank has no batch, and only accompanies the others: its gradients are zeros; see Join
         self.parts: Parts | None = None  # with step_in_backward
-        if session.cuda:
+        self.transport: Transport | None = None
+        if session.cuda and transport == "auto":
             load_nccl()
-        theirs: list[typing.Any] = [None] * self.count
-        with self._on_gpu():
-            dist.all_gather_object(theirs, (Process.here(session.device), self.shard_size), group=process_group)
-        self.processes: list[Process] = [process for process, _ in theirs]
         self._refuse_shared_gpus()
-        for rank, (_, size) in enumerate(theirs):
-            if size != theirs[0][1]:
-                raise GeminiError(
-                    f"rank 0 has shard_size {theirs[0][1]}, rank {rank} has {size}: want the same", "PEER"
-                )
-        self.group = session.manager.group_open(
-            self._group_id(), self.rank, self.count, deadline, rank_order, self.shard_size
-        )
+        mine = {"transport": transport, "shard_size": self.shard_size, "bucket_size": bucket_size}
+        theirs = start.exchange((mine, session.manager.config.device_bytes))
+        for rank, (options, _) in enumerate(theirs):
+            for name, value in options.items():
+                first = theirs[0][0][name]
+                if value != first:
+                    raise GeminiError(f"rank 0 has {name} {first}, rank {rank} has {value}: want the same", "PEER")
+        name, comms = None, []
+        if transport == "torch":
+            self.transport = Transport(start, self.shard_size, session.lib)
+            comms, deadline, rank_order = self.transport.comms, 0.0, False  # of these the transport takes care
+        else:
+            name = self._group_id(start)
+        try:
+            self.group = session.manager.group_open(
+                name,
+                self.rank,
+                self.count,
+                deadline,
+                rank_order,
+                self.shard_size,
+                bucket_size or min(BUCKET_BYTES, min(budget for _, budget in theirs) // BUCKET_PARTS),
+                comms,
+            )
+        except BaseException:
+            self.disconnect()
+            raise
         abi.peer_hints.append(self._ended)
 
     def close(self) -> None:
@@ -431,9 +638,15 @@ class Ranks:
         if self._ended in abi.peer_hints:
             abi.peer_hints.remove(self._ended)
 
-    def _on_gpu(self) -> typing.ContextManager[None]:
-        """A context manager: the session's GPU is the current one, where a process group of NCCL puts what it sends."""
-        return torch.cuda.device(self.session.device) if self.session.cuda else contextlib.nullcontext()
+    def forked(self) -> None:
+        """This process is a child that os.fork() made."""
+        if self.transport:
+            self.transport.forked()
+
+    def disconnect(self) -> None:
+        """The session has ended, and its manager with it."""
+        if self.transport:
+            self.transport.close()
 
     def _refuse_shared_gpus(self) -> None:
         """Raises GeminiError, on all ranks, if two have the same GPU or only some have one."""
@@ -450,30 +663,29 @@ class Ranks:
                     "INVALID",
                 )
 
-    def _group_id(self) -> bytes:
+    def _group_id(self, start: Start) -> bytes:
         """Brings the id that rank 0 makes to all ranks, or the error that it met."""
-        made: list[typing.Any] = [None]
+        made: typing.Any = None
         if self.rank == 0:
             transport = abi.TRANSPORT_NCCL if self.session.cuda else abi.TRANSPORT_SHARED
             try:
-                made = [self.session.manager.group_id(self.count, transport)]
+                made = self.session.manager.group_id(self.count, transport)
             except GeminiError as error:
-                made = [error]
-        with self._on_gpu():
-            root = dist.get_global_rank(self.process_group, 0)
-            sent = [(str(made[0]), made[0].status) if isinstance(made[0], GeminiError) else made[0]]
-            dist.broadcast_object_list(sent, root, group=self.process_group)
-        if isinstance(made[0], GeminiError):
-            raise made[0]
-        if isinstance(sent[0], tuple):
-            raise GeminiError(f"rank 0: {sent[0][0]}", sent[0][1])
-        return typing.cast(bytes, sent[0])
+                made = error
+        failed = isinstance(made, GeminiError)
+        sent = start.exchange((str(made), made.status) if failed else made)[0]
+        if failed:
+            raise made
+        if isinstance(sent, tuple):
+            raise GeminiError(f"rank 0: {sent[0]}", sent[1])
+        return typing.cast(bytes, sent)
 
     def _ended(self) -> str:
-        """Which processes of this host have ended, in words. NCCL does not tell."""
-        mine = self.processes[self.rank]
-        gone = [rank for rank, one in enumerate(self.processes) if rank != self.rank and one.has_ended(mine)]
-        return ", ".join(f"rank {rank} has ended (process {self.processes[rank].pid})" for rank in gone)
+        return ended_text(self.processes, self.rank)
+
+    def bucket_chunks(self) -> int:
+        """How many chunks of gradients are added together."""
+        return int(self.session.manager.group_stats(self.group)["bucket_chunks"])
 
     # ---- what ranks tell each other
     def exchange(self, mine: bytes) -> list[bytes]:
@@ -494,29 +706,16 @@ class Ranks:
         Raises:
             GeminiError: A rank has ended.
         """
-        theirs: list[typing.Any] = [None] * self.count
         try:
-            with self._on_gpu():
-                dist.all_gather_object(theirs, mine, group=self.process_group)
+            with self.on_gpu():
+                return gather_objects(self.process_group, mine)
         except RuntimeError:
             self.exchange(b"\0")  # which says what has become of the other rank
             raise
-        return theirs
 
-    @contextlib.contextmanager
-    def together(self) -> typing.Iterator[None]:
+    def together(self) -> typing.ContextManager[None]:
         """A context manager: an exception within it on one rank is one on all of them, which meet at its end."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        texts = self.meet((str(error) or repr(error)) if error else "")
-        if error:
-            raise error
-        for rank, text in enumerate(texts):
-            if text:
-                raise GeminiError(f"rank {rank}: {text}", "PEER")
+        return fail_together(self.meet, "rank")
 
     def on_any(self, flags: typing.Sequence[bool]) -> list[bool]:
         """Which of some flags are set on any rank."""
@@ -567,7 +766,7 @@ class Ranks:
         for buffer in module.buffers():
             if buffer.numel() and not buffer.is_meta and not hasattr(buffer, "_gm_place"):
                 values = [buffer.detach().cpu().contiguous() if self.rank == 0 else None]
-                with self._on_gpu():
+                with self.on_gpu():
                     dist.broadcast_object_list(
                         values, dist.get_global_rank(self.process_group, 0), group=self.process_group
                     )

@@ -31,7 +31,7 @@ def master_place(session, record):
     """The place of the fp32 copy of a parameter, which an earlier optimizer may have made."""
     if "master" not in record.states:
         record.states["master"] = session.arenas.counterpart(record.place, "master", torch.float32)
-        record.renew_master()
+        record.renew_master(whole=True)
     return record.states["master"]
 
 

@@ -24,7 +24,7 @@ from .backward import Backward
 from .brackets import Brackets
 from .holds import Holds
 from .passes import Passes
-from .ranks import Ranks
+from .ranks import Ranks, Start
 
 if typing.TYPE_CHECKING:
     from .activations import Activations
@@ -103,7 +103,7 @@ class Session:
         file_engine: str,
         static_param_fraction: float,
         static_optim_fraction: float,
-        process_group: typing.Any,
+        start: Start | None,
         zero: int,
         deadline: float,
         rank_order: bool,
@@ -111,10 +111,12 @@ class Session:
         speculate: bool = True,
         shard_size: int = 0,
         cache_policy: str = "lru",
+        bucket_size: int | str = 0,
+        transport: str = "auto",
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
-        process_group: of several processes, or None. shard_size: 0: all of these.
+        start: of several processes, or None. shard_size: 0: all of these.
         """
         self.device = device
         self.speculate = speculate
@@ -151,9 +153,18 @@ class Session:
         self.lib = self.manager.lib
         self.handle = self.manager.handle
         self.ranks: Ranks | None = None  # see ranks.py; None: there is one process
-        if process_group is not None:
+        if start is not None:
             try:
-                self.ranks = Ranks(self, process_group, zero, deadline, rank_order, shard_size)
+                self.ranks = Ranks(
+                    self,
+                    start,
+                    zero,
+                    deadline,
+                    rank_order,
+                    shard_size,
+                    parse_bytes(bucket_size, "bucket_size"),
+                    transport,
+                )
             except BaseException:
                 self.manager.close()
                 raise
@@ -234,6 +245,8 @@ class Session:
     def forked(self) -> None:
         """Ends the session in a process that os.fork() made, such as a worker of a DataLoader. The parent keeps it."""
         self.handle = self.manager.handle = 0
+        if self.ranks:
+            self.ranks.forked()
         self.brackets.iteration, self.brackets.op_open, self.backward.held = None, False, []
         self.gone = (
             "the session is in the process that forked this one, and so are its parameters: give this process copies, "
@@ -259,8 +272,12 @@ class Session:
             torch.cuda.synchronize(self.device)
         if self.ranks:
             self.ranks.close()
-        with self._without_ranks():
-            self.manager.close()  # and streams, on one of which an operator is open still if ranks failed
+        try:
+            with self._without_ranks():
+                self.manager.close()  # and streams, on one of which an operator is open still if ranks failed
+        finally:
+            if self.ranks and not self.manager.handle:
+                self.ranks.disconnect()
         for record in self.records:
             record.unhook()
 

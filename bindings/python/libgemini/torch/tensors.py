@@ -27,7 +27,7 @@ from torch import nn
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals, patches, rows
+from . import internals, narrow, patches, rows
 from .internals import plain as _plain
 from .layout import is_dense
 
@@ -42,8 +42,6 @@ _Tensor: typing.Any = torch.Tensor  # type checkers do not know its descriptors
 units: list[Unit] = []  # the units that are in use now
 blocks: list[Block] = []  # the repeated blocks that run now, one within the other
 weights_only_models: weakref.WeakSet[Model] = weakref.WeakSet()  # those of libgemini.torch.infer()
-# The value of Place.written after a function that writes has failed.
-UNSURE = "unsure"
 
 
 class Use:
@@ -450,11 +448,19 @@ def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs
 
 
 # Functions that write running statistics without incrementing a version: which arguments these are.
-_STATISTICS = {F.batch_norm: (1, 2), torch.batch_norm: (3, 4), torch.native_batch_norm: (3, 4)}
+_STATISTICS: dict[typing.Any, tuple[int, int]] = {
+    F.batch_norm: (1, 2),
+    torch.batch_norm: (3, 4),
+    torch.native_batch_norm: (3, 4),
+}
+for _name in "batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm":
+    _packet = getattr(torch.ops.aten, _name, None)
+    if _packet is not None:
+        _STATISTICS.update(dict.fromkeys((_packet, *(getattr(_packet, one) for one in _packet.overloads())), (3, 4)))
 _OPERATORS = {internals.Overload, internals.Overloads}
 
 
-def _statistics(func, args, kwargs):
+def statistics(func, args, kwargs):
     """The running statistics among the arguments of a function, if it writes them."""
     if not (args[5] if len(args) > 5 else kwargs.get("training", False)):
         return []
@@ -484,11 +490,11 @@ def _run(func, args, kwargs):
         changed += [out] if isinstance(out, _Tensor) else list(out)
     if type(func) in _OPERATORS:
         changed += [one for one in _written_by(func, args, kwargs) if isinstance(one, _Tensor)]
-    elif func in _STATISTICS:
-        changed += _statistics(func, args, kwargs)
+    if func in _STATISTICS:
+        changed += statistics(func, args, kwargs)
     if internals.transform_level() is not None:
         return _run_on_copies(func, name, args, kwargs, tensors, changed)
-    ranges, read, written, replaced = [], [], [], None
+    ranges, read, written, split, replaced = [], [], [], [], None
     for tensor in tensors:
         if not tensor.numel():
             continue
@@ -496,7 +502,11 @@ def _run(func, args, kwargs):
         mode, record = abi.READ, _gradient_of(tensor)
         if any(tensor is one for one in changed):
             mode = abi.READ_WRITE
-            if tensor is first and _overwrites(func, tensor, args, kwargs):
+            owner = record is None and place.owner and place.owner()
+            if owner and owner.split:  # what it changes is found by comparing with what was there
+                begin = offset // place.dtype.itemsize
+                split.append((place, begin, -(-(offset + size) // place.dtype.itemsize) - begin))
+            elif tensor is first and _overwrites(func, tensor, args, kwargs):
                 mode = abi.WRITE
                 if record is None or (record.grad_place is place and tensor.numel() == place.tensor.numel()):
                     replaced = record
@@ -519,14 +529,14 @@ def _run(func, args, kwargs):
         grad_nodes(args, inputs)
         if kwargs:
             grad_nodes(kwargs, inputs)
+    watch = narrow.Watch(split) if split else None
     try:
-        out = run_with(session, use, func, args, kwargs, read)
-    except BaseException:
+        out = run_with(session, use, functools.partial(watch.call, func) if watch else func, args, kwargs, read)
+    finally:  # a function that failed may have written, too
         for place in written:
-            place.written = place.written or UNSURE
-        raise
-    for place in written:
-        place.written = True
+            place.written = True
+        if watch:
+            watch.forget_halves()
     if replaced is not None:
         replaced.settle(abi.WRITE)
     out = mark_views(out, tensors)

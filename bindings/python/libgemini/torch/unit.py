@@ -28,7 +28,6 @@ from .. import abi
 from ..abi import GeminiError
 from . import internals, patches
 from .tensors import (
-    UNSURE,
     ManagedNumber,
     ManagedParameter,
     ManagedTensor,
@@ -40,6 +39,7 @@ from .tensors import (
     is_number,
     refuse_tracing,
     run_with,
+    statistics,
     units,
     with_managed,
 )
@@ -133,6 +133,55 @@ def tensors_since(before):
     return [one for objects in generations for one in itertools.compress(objects, map(_is_plain, map(type, objects)))]
 
 
+@functools.cache  # compiled code is compiled anew for another function
+def _noting(replaced):
+    """Wraps a function that writes running statistics, which has their places in units noted."""
+    function = replaced.original
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            _compiles_statistics()
+        else:
+            note_statistics(statistics(function, args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _compiles_statistics():
+    """torch.compile() compiles such a function: with some of its backends it will change no version."""
+    for unit in units:
+        unit.unseen = unit.unseen or unit.has_statistics
+
+
+_compiles_statistics._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called when it is compiled
+
+
+def note_statistics(tensors):
+    """Running statistics are written. Those of units that run are in their parameters or buffers, which are plain."""
+    for tensor in tensors:
+        number = internals.storage_number(tensor)
+        for unit in units:
+            if number in unit.storages:
+                unit.statistics.add(unit.storages[number][1])
+
+
+def watch_statistics():
+    """Replaces what writes running statistics while a unit runs that may have some, and only then: torch.jit.script()
+    knows these functions by what they are."""
+    wanted = any(unit.has_statistics for unit in units)
+    if wanted and not _noting_now:
+        patches.keep_names()
+    for replaced in patches.batch_norms:
+        if wanted != (replaced in _noting_now):
+            replaced.replace(_noting(replaced)) if wanted else replaced.restore()
+            (_noting_now.add if wanted else _noting_now.remove)(replaced)
+
+
+_noting_now: set[patches.Replaced] = set()  # those that are replaced
+
+
 class Unit:
     """A module whose parameters are all on the device while it runs."""
 
@@ -164,6 +213,9 @@ class Unit:
         self.nests = False
         self.graphed = False  # within resident(): nothing else may be queued during a capture
         self.captured = set()  # places that were written then: replays may write them again
+        # Whether some of its tensors may be running statistics, and the places of those that were written.
+        self.has_statistics = any(not one.requires_grad and one.is_floating_point() for one in tensors)
+        self.statistics = set()
         self.places = list(dict.fromkeys(tensor._gm_place for tensor in self.tensors))
         self.begin = min((place.address for place in self.places), default=0)
         self.end = max((place.address + place.size_bytes for place in self.places), default=0)
@@ -190,6 +242,8 @@ class Unit:
         if self.users > 1:
             return
         units.append(self)
+        if self.has_statistics:
+            watch_statistics()
         for tensor, kind in self.kinds:
             tensor.__class__ = kind._gm_plain  # type: ignore[assignment]
             if len(tensor._post_accumulate_grad_hooks or ()) > 1:  # its own, and others
@@ -208,6 +262,8 @@ class Unit:
             self.users -= 1
             if not self.users:
                 units[:] = [unit for unit in units if unit is not self]
+                if self.has_statistics:
+                    watch_statistics()
                 self.watched, self.versions = [], []
                 for tensor, kind in self.kinds:
                     tensor.__class__ = kind
@@ -227,23 +283,24 @@ class Unit:
     def note_writes(self):
         """Finds the parameters that were written, by their versions, and marks their places."""
         versions = list(map(_version, self.watched))
-        written: dict[Place, typing.Any] = {}
+        written: set[Place] = set()
         if versions != self.versions:
             written = {
-                self.storages[internals.storage_number(tensor)][1]: True
+                self.storages[internals.storage_number(tensor)][1]
                 for tensor, old, new in zip(self.watched, self.versions, versions)
                 if old != new
             }
             self.versions = versions
+        written |= self.statistics
+        self.statistics.clear()
         if self.graphed:
             self.captured.update(written)
-        unsure = self.places if self.unseen or patches.data_is_compiled() else self.captured
-        if not written and not unsure:
+        written.update(self.places if self.unseen or patches.data_is_compiled() else self.captured)
+        if not written:
             return
-        written = {**dict.fromkeys(unsure, UNSURE), **written}
         self.session.holds.note_writes([place.access(abi.READ_WRITE) for place in written], self.session.holds.stream())
-        for place, sure in written.items():
-            place.written = sure if sure is True else place.written or sure
+        for place in written:
+            place.written = True
 
     def find_views(self):
         """Makes tensors managed that were made over the parameters in the meantime and that somebody has kept."""
@@ -345,7 +402,8 @@ def make_scripted(session, module, name):
     Methods of the outer module do not call the wrapped ones.
     """
     for path, inner in module.named_modules():
-        unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen=internals.scripts_data(inner))
+        unseen = internals.scripts_data(inner) or internals.scripts_statistics(inner)
+        unit = Unit(session, inner, f"{name}.{path}" if path else name, unseen)
         for method in (*internals.script_methods(inner), *_SCRIPT_METHODS):
             call = getattr(inner, method)
 

@@ -1,0 +1,64 @@
+"""Prints the table of bench/ranks_gpu.sh: a line for each log of bench/peers/llama_torch.py and of bench_gather.
+
+  ranks_table.py LOG...
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from table import Row, line, print_table, seconds
+
+COLUMNS = (  # title, width
+    ("row", 16),
+    ("ranks", 5),
+    ("step", 8),
+    ("tokens/s", 9),
+    ("plan", 8),
+    ("gathers", 7),
+    ("sums", 6),
+    ("dep", 3),
+    ("peak", 9),
+    ("GPU GiB", 7),
+    ("host B/param", 12),
+    ("losses", 16),
+)
+
+
+def share(value: float | None) -> str:
+    """A part of the step, in percent, or a dash."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def lines(name: str, rows: list[Row]) -> list[str]:
+    """The lines of one log.
+
+    Args:
+        name: What the log is called.
+        rows: Its rows.
+    """
+    out = []
+    for row in rows:
+        if row.get("bench") == "bench_gather":
+            out.append(f"{name}: gathers {row['ratio']:.3f} of the ring, sums {row['reduce_ratio']:.3f}")
+        elif "losses" in row:
+            cells = [name, str(row["ranks"]), seconds(row["value"]), f"{row['tokens_per_second']:.0f}"]
+            cells += [seconds(row.get("predicted_sec_per_step"))]
+            cells += [share(row.get(f"{what}_wait_share")) for what in ("gather", "sum")]
+            cells += [str(row.get(key, "-")) for key in ("departures", "op_peak_error_bytes")]
+            cells += [f"{row['device_peak'] / 2**30:.1f}" if "device_peak" in row else "-"]
+            # Of all processes, beyond what they had before the session.
+            grown = row.get("host_all_peak_bytes", 0) - row.get("host_before_bytes", 0)
+            cells += [f"{grown / row['params']:.2f}" if grown else "-"]
+            cells += [f"{row['losses'][0]:.3f} - {row['losses'][-1]:.3f}"]
+            out.append(line(cells, [width for _, width in COLUMNS]))
+            if "host_made_bytes" in row:
+                made, base = row["host_made_bytes"], row["host_before_bytes"]
+                out.append(
+                    f"  host memory of all processes: {base / 2**30:.2f} GiB before, {made / 2**30:.2f} once the model "
+                    f"was made, {row['host_all_peak_bytes'] / 2**30:.2f} at most"
+                )
+    return out
+
+
+if __name__ == "__main__":
+    print_table(COLUMNS, lines)
