@@ -308,6 +308,18 @@ static gemini_status_t batch_check(gmi_manager_t *m, const gemini_access_t *acce
   return status;
 }
 
+/* In an operator, a batch that gathers chunks on demand may show that the iteration departs from the recorded order;
+ * what was gathered ahead leaves then, but for chunks in use. Ranks that leave others go on to gather others. Of this
+ * batch, the fast path may have served some chunks on one rank and none on another: so all of them are held by now. */
+static gemini_status_t batch_meets(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                                   uint64_t count) {
+  if (!atomic_load(&m->bracket.op_serial)) return GEMINI_OK;
+  for (uint64_t k = 0; k < count; k++)
+    if (accesses[k].tier == GEMINI_TIER_DEVICE && gmi_range_gathers(&p[k].range))
+      return m->trace.advice->gathers_meet(m);
+  return GEMINI_OK;
+}
+
 gemini_status_t gmi_acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, uint64_t count, uint32_t stream) {
   prepared_t small[GMI_SMALL_BATCH], *p = small;
   gemini_status_t status = GEMINI_OK;
@@ -344,6 +356,7 @@ gemini_status_t gmi_acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, ui
   }
   if (!status) status = place_hosts(m, accesses, p, count);
   batch_forget(accesses, p, touched);
+  if (!status) status = batch_meets(m, accesses, p, count);
   gmi_gather_batch_begin(m);
   for (uint64_t k = 0; !status && k < count; k++)
     for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)

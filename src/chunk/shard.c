@@ -186,13 +186,16 @@ gemini_status_t gmi_gathered_settle(gmi_manager_t *m, const gmi_range_t *r, bool
 }
 
 /* Before a range of a sharded arena is acquired on the device. Outside operators, what earlier acquires have gathered
- * leaves. Whether a chunk is missing is the same on all ranks. */
-static gemini_status_t before_gathers(gmi_manager_t *m, const gmi_range_t *r) {
-  if (!atomic_load(&m->bracket.op_serial)) return gmi_gathered_leave(m, !m->bracket.iteration_open);
-  if (gmi_arena_is_gradients(r->arena)) return GEMINI_OK;
+ * leaves. */
+static gemini_status_t before_gathers(gmi_manager_t *m) {
+  return atomic_load(&m->bracket.op_serial) ? GEMINI_OK : gmi_gathered_leave(m, !m->bracket.iteration_open);
+}
+
+bool gmi_range_gathers(const gmi_range_t *r) {
+  if (!gmi_arena_is_sharded(r->arena) || gmi_arena_is_gradients(r->arena)) return false;
   for (uint64_t i = r->first; i <= r->last; i++)
-    if (!gmi_chunk_is_resident(&r->arena->chunks[i])) return m->trace.advice->gathers_meet(m);
-  return GEMINI_OK;
+    if (!gmi_chunk_is_resident(&r->store->chunks[i])) return true;
+  return false;
 }
 
 /* ---- places of gradients and parameters on the device */
@@ -287,7 +290,7 @@ gemini_status_t gmi_range_place(gmi_manager_t *m, const gemini_access_t *access,
           whole->name, gmi_arena_at(m, whole->like)->name);
     gemini_status_t status = GEMINI_OK;
     if (r->size) status = gmi_arena_is_gradients(whole) ? gradient_place(m, access, r) : updated_place(m, r);
-    return status ? status : before_gathers(m, r);
+    return status ? status : before_gathers(m);
   }
   gmi_slice_t slice;
   if (!r->size) return GEMINI_OK;

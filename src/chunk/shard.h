@@ -99,6 +99,8 @@ gemini_status_t gmi_gathered_settle(gmi_manager_t *m, const gmi_range_t *r, bool
 /* Turns a range of a sharded arena into that of its slices, for an access on the host, which must lie in one slice. On
  * the device: only checks that the arena can be gathered, and that a gradient to be written has not been added. */
 gemini_status_t gmi_range_place(gmi_manager_t *m, const gemini_access_t *access, gmi_range_t *r);
+/* Is a chunk of the range about to be gathered, for an acquire of parameters on the device? The same on all ranks. */
+bool gmi_range_gathers(const gmi_range_t *r);
 /* Before an acquire makes the bytes of tensors parameters again: refused, if the arena is sharded (STATE). */
 gemini_status_t gmi_range_may_flip(gmi_manager_t *m, const gmi_range_t *r);
 /* The same for an access that gmi_range_place() has allowed, without a check. */
