@@ -14,8 +14,8 @@ COLUMNS = (  # title, width
     ("step", 8),
     ("tokens/s", 9),
     ("plan", 8),
-    ("gathers", 7),
-    ("sums", 6),
+    ("gathers", 9),
+    ("sums", 10),
     ("dep", 3),
     ("peak", 9),
     ("GPU GiB", 7),
@@ -24,9 +24,9 @@ COLUMNS = (  # title, width
 )
 
 
-def share(value: float | None) -> str:
-    """A part of the step, in percent, or a dash."""
-    return "-" if value is None else f"{100 * value:.1f}%"
+def shares(values: list[float] | None) -> str:
+    """Parts of the step, in percent, of the rank with the least and of that with the most; or a dash."""
+    return f"{100 * min(values):.1f}-{100 * max(values):.1f}%" if values else "-"
 
 
 def lines(name: str, rows: list[Row]) -> list[str]:
@@ -43,7 +43,7 @@ def lines(name: str, rows: list[Row]) -> list[str]:
         elif "losses" in row:
             cells = [name, str(row["ranks"]), seconds(row["value"]), f"{row['tokens_per_second']:.0f}"]
             cells += [seconds(row.get("predicted_sec_per_step"))]
-            cells += [share(row.get(f"{what}_wait_share")) for what in ("gather", "sum")]
+            cells += [shares(row.get(f"{what}_wait_shares")) for what in ("gather", "sum")]
             cells += [str(row.get(key, "-")) for key in ("departures", "op_peak_error_bytes")]
             cells += [f"{row['device_peak'] / 2**30:.1f}" if "device_peak" in row else "-"]
             # Of all processes, beyond what they had before the session.

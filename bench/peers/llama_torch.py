@@ -563,8 +563,10 @@ def main():
             for name in ("gathered_bytes", "reduced_bytes", "fetched_bytes", "stored_bytes"):
                 row[name] = (group[name] - before[1][name]) // steps
             row["planned_gathered_bytes"], row["zero"] = group["planned_gathered_bytes"], options.zero
-            for name in ("gather_wait", "sum_wait"):  # parts of stall_share
-                row[f"{name}_share"] = (group[f"{name}_ns"] - before[1][f"{name}_ns"]) / 1e9 / sum(seconds[warmup:])
+            for name in ("gather_wait", "sum_wait"):  # parts of stall_share, of each rank: the slowest waits least
+                theirs = ranks.exchange((group[f"{name}_ns"] - before[1][f"{name}_ns"]).to_bytes(8, "little"))
+                shares = [int.from_bytes(one, "little") / 1e9 / sum(seconds[warmup:]) for one in theirs]
+                row[f"{name}_share"], row[f"{name}_shares"] = shares[RANK], shares
         if options.explain:
             print(gm.explain(), file=sys.stderr)
             print(json.dumps(stats), file=sys.stderr)

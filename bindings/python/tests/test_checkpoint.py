@@ -417,6 +417,21 @@ def test_model_on_meta_is_loaded_from_file(tmp_path, name, dtype, buffers):
     assert stats["peak_bytes"]["file"] > 0 and stats["peak_bytes"]["host"] <= 128 << 10
 
 
+def test_parameters_of_a_meta_model_lie_in_its_order(tmp_path):
+    """And not in that of the file, where 10 comes before 2: ranks add gradients from the last place to the first."""
+    library = pytest.importorskip("safetensors.torch")
+    saved = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    library.save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    open_session()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+    gm.load_weights(model, tmp_path)
+    places = [param._gm_record.place.offset for param in model.parameters()]
+    assert places == sorted(places)
+    for param, other in zip(model.parameters(), saved.parameters()):
+        assert torch.equal(param, other)
+
+
 def test_optimizer_made_from_meta_parameters_keeps_them(tmp_path):
     open_session()
     model, optimizer = make(1)

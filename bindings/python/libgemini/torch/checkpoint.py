@@ -550,15 +550,23 @@ def _compute_buffers(session, model, buffers):
             raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
+def _returns(value):
+    """A function without arguments that returns the value."""
+    return lambda: value
+
+
 def _read_all(jobs, progress, borrows):
     """Reads entries into their targets.
 
     jobs: (entry, function that makes the target, function to call when it is filled).
     borrows: See tensorfile.read().
     """
+    # Places are made in the order of the model, as ranks add gradients from the last place to the first, and not of
+    # the files, where block 10 comes before block 2; but in that of files from which they borrow bytes.
+    made = [(entry, target, then) if borrows else (entry, _returns(target()), then) for entry, target, then in jobs]
     fds = {}
     try:
-        for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)):
+        for entry, target, then in sorted(made, key=lambda job: (job[0].file, job[0].offset)):
             if entry.file not in fds:
                 fds[entry.file] = os.open(entry.file, os.O_RDONLY)
             tensorfile.read(entry, fds[entry.file], target(), borrows)
