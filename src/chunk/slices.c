@@ -2,6 +2,7 @@
  * SPDX-License-Identifier: Apache-2.0 */
 #include "chunk/slices.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "chunk/content.h"
@@ -172,16 +173,30 @@ static gemini_status_t copy(gmi_manager_t *m, uint32_t stream, void *to, const v
                 : GEMINI_OK;
 }
 
+/* A copy of a part between its frame and its slot, for the timeline. *begin_out: 0 if none is being recorded. */
+static void span_begin(gmi_manager_t *m, uint32_t stream, gmi_fence_t *begin_out) {
+  *begin_out = 0;
+  if (m->trace.timeline && gmi_fence_now(m, stream, begin_out)) *begin_out = 0;
+}
+static void span_end(gmi_manager_t *m, const char *kind, const gmi_chunk_t *c, gmi_fence_t begin, gmi_fence_t end) {
+  char name[GMI_MOVE_NAME_BYTES];
+  if (!begin) return;
+  snprintf(name, sizeof name, "%s %u (slice)", gmi_chunk_arena(m, c)->name, c->index);
+  m->trace.observer->span_queued(m, kind, name, begin, end);
+}
+
 /* Makes the stream wait for the users of a part's bytes, which it is to use in its frame or its slot. */
 static gemini_status_t part_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode) {
   return gmi_chunk_is_resident(c) ? gmi_chunk_wait(m, stream, c, mode) : gmi_chunk_wait_slot(m, stream, c);
 }
-/* It uses them now, also if the device has said no. *end_out: behind that. */
+/* It uses them now, also if the device has said no. *end_out: behind that; timed while a timeline is recorded. */
 static gemini_status_t part_used(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c, uint32_t mode, gemini_status_t no,
                                  gmi_fence_t *end_out) {
   gmi_slot_t *slot = gmi_chunk_is_resident(c) ? NULL : &m->host.slots[gmi_chunk_slot(c)];
-  gemini_status_t used =
-      slot ? gmi_fence_now_untimed(m, stream, &slot->fence) : gmi_chunk_use(m, c, mode, stream, true);
+  gemini_status_t used;
+  if (!slot) used = gmi_chunk_use(m, c, mode, stream, true);
+  else if (m->trace.timeline) used = gmi_fence_now(m, stream, &slot->fence);
+  else used = gmi_fence_now_untimed(m, stream, &slot->fence);
   if (slot && used) slot->fence = gmi_fence_later(m, stream);
   *end_out = slot ? slot->fence : gmi_fence_later(m, stream);
   return no ? no : used;
@@ -189,7 +204,7 @@ static gemini_status_t part_used(gmi_manager_t *m, uint32_t stream, gmi_chunk_t 
 
 gemini_status_t gmi_own_slice_copy_in(gmi_manager_t *m, const gmi_own_slice_t *p, uint8_t *frame, uint32_t stream) {
   gemini_status_t status = GEMINI_OK;
-  gmi_fence_t end;
+  gmi_fence_t begin, end;
   for (uint32_t i = 0; !status && i < p->count; i++) {
     const gmi_own_part_t *part = &p->parts[i];
     gmi_chunk_t *c = part->chunk;
@@ -199,9 +214,12 @@ gemini_status_t gmi_own_slice_copy_in(gmi_manager_t *m, const gmi_own_slice_t *p
     status = zero ? gmi_device_zero(m, stream, to, part->bytes) : part_wait(m, stream, c, GEMINI_READ);
     if (status || zero) continue;
     const uint8_t *from = resident ? gmi_chunk_device(m, c) : gmi_chunk_host(m, c);
+    span_begin(m, stream, &begin);
     status = copy(m, stream, to, from + part->in_chunk, part->bytes, resident ? GMI_COPY_D2D : GMI_COPY_H2D);
     status = part_used(m, stream, c, GEMINI_READ, status, &end);
-    if (!resident) p->group->fetched_bytes += part->bytes;
+    if (resident) continue;
+    p->group->fetched_bytes += part->bytes;
+    span_end(m, "fetch", c, begin, end);
   }
   return status;
 }
@@ -222,6 +240,7 @@ gemini_status_t gmi_own_slice_copy_out(gmi_manager_t *m, const gmi_own_slice_t *
                                        gmi_fence_t after, gmi_fence_t *end_out) {
   const uint32_t stream = gmi_link_out(m)->stream;
   gemini_status_t status = gmi_fence_wait(m, stream, after);
+  gmi_fence_t begin;
   for (uint32_t i = 0; !status && i < p->count; i++) {
     const gmi_own_part_t *part = &p->parts[i];
     gmi_chunk_t *c = part->chunk;
@@ -232,10 +251,14 @@ gemini_status_t gmi_own_slice_copy_out(gmi_manager_t *m, const gmi_own_slice_t *
     const uint64_t lazy = resident ? 0 : gmi_chunk_lazy_zeros(c), end = part->in_chunk + part->bytes;
     uint8_t *to = resident ? gmi_chunk_device(m, c) : gmi_slot_address(m, gmi_chunk_slot(c));
     if (lazy > end) memset(to + end, 0, lazy - end); /* bytes of no rank, between this slice and the one before */
+    span_begin(m, stream, &begin);
     status = put(m, stream, p, part->bytes, to + part->in_chunk, from, resident ? GMI_COPY_D2D : GMI_COPY_D2H);
     if (resident) gmi_chunk_wrote(m, c);
     status = part_used(m, stream, c, GEMINI_WRITE, status, end_out);
-    if (!resident) gmi_chunk_host_wrote(m, c);
+    if (!resident) {
+      gmi_chunk_host_wrote(m, c);
+      span_end(m, "evict", c, begin, *end_out);
+    }
     if (lazy) gmi_chunk_lazy_zeros_set(m, c, status ? lazy : part->in_chunk);
     p->group->stored_bytes += part->bytes;
   }

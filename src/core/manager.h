@@ -258,6 +258,7 @@ typedef struct gmi_frame {
   uint64_t handle;
   uint32_t next, previous; /* in the list of free frames; GMI_NONE ends the list */
   bool free;
+  uint64_t given;     /* the number of the frame among those that were given back, from 1 */
   gmi_fence_t ready;  /* work behind this fence may overwrite the frame */
   gmi_chunk_t *chunk; /* owner; NULL: the frame is free or belongs to the heap */
 } gmi_frame_t;
@@ -391,6 +392,7 @@ typedef struct gmi_manager {
     uint32_t made;                              /* frames that exist on the device */
     _Atomic uint32_t used;                      /* Atomic: frames of chunks and heap pages; read by statistics */
     uint32_t free_first, free_last, free_count; /* list of unused frames, the one freed longest ago first */
+    uint64_t given;                             /* frames given back so far */
     uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
     uint32_t resident;                          /* chunks with frames */
     _Atomic uint64_t clock; /* Atomic: fetches so far, the clock of gmi_chunk_touched(); relaxed: only ranks victims */

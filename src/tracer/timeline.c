@@ -6,6 +6,7 @@
  * of ops, once the end has been reached, because the device keeps the times of a limited number of marks. */
 #include "tracer/timeline.h"
 #include "chunk/arena.h"
+#include "chunk/group.h"
 #include "chunk/heap.h"
 #include "chunk/residency.h"
 #include "core/streams.h"
@@ -189,6 +190,18 @@ static void write_track(FILE *f, uint32_t track, const char *name) {
   fprintf(f, ",\n{\"ph\":\"M\",\"pid\":1,\"tid\":%u,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", track, name);
 }
 
+static void stream_name(gmi_manager_t *m, uint32_t stream, char *name_out, size_t size) {
+  if (stream == gmi_link_in(m)->stream) snprintf(name_out, size, "copies to the device");
+  else if (stream == gmi_link_out(m)->stream) snprintf(name_out, size, "copies from the device");
+  else if (stream == m->update.stream) snprintf(name_out, size, "updates on the device");
+  else snprintf(name_out, size, "stream %u", stream);
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    const gmi_group_t *g = gmi_group_at(m, i);
+    if (g && stream == g->gather_stream) snprintf(name_out, size, "gathers of group %u", i);
+    if (g && stream == g->reduce_stream) snprintf(name_out, size, "sums of group %u", i);
+  }
+}
+
 static gemini_status_t write_file(gmi_manager_t *m) {
   static const char *const phases[] = { "none", "forward", "backward", "update" };
   gmi_timeline_t *t = m->trace.timeline;
@@ -211,12 +224,8 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   for (uint32_t s = 0; s < GMI_DEVICE_MAX_STREAMS; s++) {
     if (!m->streams[s].life) continue;
     char name[32];
-    snprintf(name, sizeof name, "stream %u", s);
-    write_track(f, TRACK_STREAMS + s,
-                s == gmi_link_in(m)->stream    ? "copies to the device"
-                : s == gmi_link_out(m)->stream ? "copies from the device"
-                : s == m->update.stream        ? "updates on the device"
-                                               : name);
+    stream_name(m, s, name, sizeof name);
+    write_track(f, TRACK_STREAMS + s, name);
   }
   for (uint64_t i = 0; i < t->count; i++) {
     const event_t *e = &t->events[i];
