@@ -264,13 +264,14 @@ bool gmi_frames_left(const gmi_manager_t *m) {
          (m->nonmodel.heap && m->nonmodel.frames > gmi_heap_pages_used(m->nonmodel.heap));
 }
 
-/* May a mapping have its former frame again, which spares the calls that map another one? Not if its work would have to
- * wait for the frame, and not for another: the frame was given back later than most free ones, its fence has not been
- * reached, and it has had another user since. Mappings last, so frames would follow each other so in each iteration. */
-static bool needs_no_wait(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t frame) {
+/* May a mapping have its former frame again, which spares the calls that map another one? With GMI_TAKE_READY not if
+ * its work would have to wait for the frame, and not for another: the frame was given back later than most free ones,
+ * its fence has not been reached, and it has had another user since. Mappings last, so frames would follow each other
+ * so in each iteration. */
+static bool suits_again(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t frame, uint32_t flags) {
   const gmi_frame_t *f = &m->frames.at[frame];
-  return f->free && (f->ready == mapping->left || m->frames.given - f->given >= m->frames.free_count / 2 ||
-                     gmi_fence_reached(m, f->ready));
+  return f->free && (!(flags & GMI_TAKE_READY) || f->ready == mapping->left ||
+                     m->frames.given - f->given >= m->frames.free_count / 2 || gmi_fence_reached(m, f->ready));
 }
 
 /* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget
@@ -280,7 +281,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
                                uint32_t *frame_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t frame, wish = mapping && mapping->frame_1 ? mapping->frame_1 - 1 : GMI_NONE;
-  if (wish != GMI_NONE && needs_no_wait(m, mapping, wish)) {
+  if (wish != GMI_NONE && suits_again(m, mapping, wish, flags)) {
     frame = free_take(m, wish);
   } else if (m->frames.made < m->frames.count && m->frames.unmade_count &&
              (!m->frames.free_count || !gmi_fence_reached(m, m->frames.at[m->frames.free_first].ready))) {

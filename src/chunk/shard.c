@@ -59,7 +59,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
   uint32_t frame;
   gmi_own_slice_hold(m, &p); /* the eviction that frees a frame must not take their slots */
   status = gmi_frame_take(m, gmi_chunk_mapping(c), reason == GEMINI_REASON_DEMAND ? GEMINI_REASON_PRESSURE : reason,
-                          flags, &frame);
+                          flags | GMI_TAKE_READY, &frame); /* sums have frames that others would wait for */
   if (!status && gathers) {
     status = gmi_own_slice_bring(m, &p, false);
     if (status) gmi_frame_give(m, frame, m->frames.at[frame].ready);

@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <math.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -1495,44 +1494,6 @@ static void test_arena_destroy_gives_everything_back(void) {
   world_close(&w);
 }
 
-/* A stream that stands still for a while, and whether that ended before the gate was opened. */
-typedef struct {
-  _Atomic bool open, ended;
-} gate_t;
-static void stand_still(void *user) {
-  gate_t *g = user;
-  for (int ms = 0; !atomic_load(&g->open) && ms < 10000; ms++) usleep(1000);
-  atomic_store(&g->ended, !atomic_load(&g->open));
-}
-static void read_on_device(world_t *w, int tensor, gemini_stream_t stream) {
-  gemini_access_t use = world_whole(w->t[tensor], GEMINI_READ, DEVICE);
-  OK(gemini_acquire(w->mgr, &use, 1, stream));
-  OK(gemini_release(w->mgr, &use, 1, stream));
-}
-static void leave_device(world_t *w, int tensor) {
-  gemini_access_t use = world_whole(w->t[tensor], 0, HOST);
-  OK(gemini_move(w->mgr, &use, 1));
-}
-/* The first chunk's former frame is in use by queued work of the last one; others are free. */
-static void test_former_frames_in_use_are_not_waited_for(void) {
-  enum { FRAMES = 4 };
-  world_t w = world_of(world_config(FRAMES, 8, 0), FRAMES + 1, CHUNK);
-  gate_t gate = { false, false };
-  for (int i = 0; i <= FRAMES; i++) world_fill(&w, w.t[i], 0, CHUNK, HOST, (uint64_t)i + 1);
-  for (int i = 0; i < FRAMES; i++) read_on_device(&w, i, w.stream);
-  OK(gemini_stream_synchronize(w.mgr, w.stream));
-  leave_device(&w, 0);
-  OK(gemini_stream_call(w.mgr, w.stream, stand_still, &gate));
-  read_on_device(&w, FRAMES, w.stream);
-  for (int i = 1; i <= FRAMES; i++) leave_device(&w, i);
-  read_on_device(&w, 0, GEMINI_STREAM_CALLER);
-  CHECK(!atomic_load(&gate.ended));
-  atomic_store(&gate.open, true);
-  OK(gemini_stream_synchronize(w.mgr, w.stream));
-  for (int i = 0; i <= FRAMES; i++) CHECK(world_holds(&w, w.t[i], 0, CHUNK, (uint64_t)i + 1));
-  world_close(&w);
-}
-
 int main(void) {
   RUN(test_addresses_across_evictions_stay);
   RUN(test_contents_down_to_files_and_back_survive);
@@ -1581,6 +1542,5 @@ int main(void) {
   RUN(test_zero_whole_chunks_cost_nothing);
   RUN(test_second_block_in_a_frame_waits_for_it);
   RUN(test_frame_of_a_failed_allocation_is_waited_for);
-  RUN(test_former_frames_in_use_are_not_waited_for);
   return check_done();
 }

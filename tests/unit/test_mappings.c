@@ -1,6 +1,11 @@
 /* What addresses are mapped to over a chunk's comings and goings, over a fake driver. SPDX-License-Identifier: Apache-2.0 */
+#include <stdatomic.h>
+#include <unistd.h>
+
 #include "../check.h"
 #include "../integration/world.h"
+#include "chunk/arena.h"
+#include "chunk/residency.h"
 #include "device/cuda_driver.h"
 #include "fake_cuda.h"
 
@@ -71,10 +76,60 @@ static void test_frames_that_end_leave_no_address_behind(void) {
   finish(&w);
 }
 
+static void stand_still(void *user) {
+  while (!atomic_load((_Atomic bool *)user)) usleep(100);
+}
+static void leave(const world_t *w, gemini_arena_t arena, uint64_t i) {
+  gemini_access_t a = world_part(arena, i * W, W, 0, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_move(w->mgr, &a, 1));
+}
+/* The frame that an arena's first chunk would get. */
+static uint32_t frame_for(const world_t *w, uint32_t flags, uint32_t *former_out) {
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  uint32_t frame;
+  gmi_lock(m, __func__);
+  gmi_chunk_t *c = &gmi_arena_at(m, 0)->chunks[0];
+  *former_out = gmi_chunk_mapping(c)->frame_1 - 1;
+  CHECK_OK(gmi_frame_take(m, gmi_chunk_mapping(c), GEMINI_REASON_PRESSURE, flags, &frame));
+  gmi_frame_give(m, frame, m->frames.at[frame].ready);
+  gmi_unlock(m);
+  return frame;
+}
+/* The first chunk's former frame is in use by queued work of the last one; others have been free for longer. */
+static void test_who_must_not_wait_gets_another_frame(void) {
+  gemini_config_t c = world_config(1, 1, 0);
+  c.chunk_bytes = W;
+  c.device_bytes = FRAMES * W;
+  c.host_bytes = (FRAMES + 2) * W;
+  world_t w = world_open(c);
+  uint64_t offset;
+  uint32_t former;
+  _Atomic bool open = false;
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
+  CHECK_OK(gemini_arena_take(w.mgr, arena, (FRAMES + 1) * W, &offset));
+  for (uint64_t i = 0; i <= FRAMES; i++) world_fill(&w, arena, i * W, W, GEMINI_TIER_HOST, i + 1);
+  for (uint64_t i = 0; i < FRAMES; i++) through_device(&w, arena, i);
+  leave(&w, arena, 0);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, &open));
+  gemini_access_t last = world_part(arena, FRAMES * W, W, GEMINI_READ, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &last, 1, w.stream));
+  CHECK_OK(gemini_release(w.mgr, &last, 1, w.stream));
+  for (uint64_t i = 1; i <= FRAMES; i++) leave(&w, arena, i);
+  CHECK_EQ(frame_for(&w, GMI_TAKE_READY, &former) == former, false);
+  CHECK_EQ(frame_for(&w, 0, &former), former);
+  atomic_store(&open, true);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  CHECK_EQ(frame_for(&w, GMI_TAKE_READY, &former), former);
+  for (uint64_t i = 0; i <= FRAMES; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_who_comes_again_is_mapped_already);
   RUN(test_frames_that_end_leave_no_address_behind);
   fake_cuda_reset();
   gmi_cuda_driver_replace(NULL);
+  RUN(test_who_must_not_wait_gets_another_frame);
   return check_done();
 }

@@ -135,7 +135,7 @@ def test_checkpoints_bring_back_the_same_bits(outcomes):
 
 
 def test_torch_distributed_carries_what_ranks_exchange(tmp_path):
-    """By its own NCCL. It has not run on GPUs yet; in processes of its own, as it may hang."""
+    """By its own NCCL; in processes of its own, as it may hang."""
     more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
     found = good(run(tmp_path, 2, "training", more, 120, **CLIPPED, zero=3, transport="torch"))
     check(found, on_the_cpu(by_one_process(**CLIPPED)))
