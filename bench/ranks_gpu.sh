@@ -2,16 +2,16 @@
 # Training over several GPUs of one machine, by bench/peers/llama_torch.py under torchrun, beside FSDP2 all on the GPUs
 # and with CPU offload, and what bench_gather says of gathers and sums. SPDX-License-Identifier: Apache-2.0
 #   bench/ranks_gpu.sh [--ranks N] [--try] [BUILD] [GROUP...]
-# GROUP: of 7b, 13b, 30b, 70b, host, gather, tests; all but 70b when left out, about 25 minutes on four GPUs. --ranks: how
-# many GPUs, 4 when left out. --try: models, budgets and texts of a thousandth on the simulated device: shows without a
-# GPU what fits and whether all goes well; times mean nothing. BUILD: build folder, build/release when left out. GEMINI_RANKS_OUT: folder for logs, build/ranks when not
-# set; GEMINI_RANKS_LIMIT: seconds for each row, 300 when not set.
+# GROUP: of 7b, 13b, 30b, 70b, host, gather, tests; all but 70b when left out, about 25 minutes on four GPUs. --ranks:
+# how many GPUs, 4 when left out. --try: models, budgets and texts of a thousandth on the simulated device: shows without
+# a GPU what fits and whether all goes well; times mean nothing. BUILD: build folder, build/release when left out.
+# GEMINI_RANKS_OUT: folder for logs, build/ranks when not set; GEMINI_RANKS_LIMIT: seconds for each row, 300 when not set.
 # - 7b, 13b: 16 x 1024 tokens a GPU within 24 GiB, one process (7b), N processes, and both ways of FSDP2; the last step's
 #   timeline of rank 0 is kept beside the logs.
-# - 30b within 24 GiB a GPU, 70b within 128 GiB (H200): on real text, the sources of Python's library. 70b needs 450 GiB of
-#   host memory.
+# - 30b within 24 GiB a GPU, 70b within 132 GiB (H200): on real text, the sources of Python's library. 70b needs 470 GiB
+#   of host memory.
 # - host: 7b with split masters, loaded from safetensors: the memory of all processes together.
-# - gather: bench_gather with 2 and N ranks, buckets of 64 MiB and 24 frames. tests: the tests of several GPUs.
+# - gather: bench_gather with 2 and N ranks, buckets of 64 MiB, 8 and 24 frames. tests: the tests of several GPUs.
 # python3 is one that has libgemini with torch (docs/pytorch.md), and NCCL where torch brings it; pytest for tests.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -82,7 +82,7 @@ for group in "${groups[@]}"; do
     30b)
       train 30b "$ranks" --size "30b$small" "${ours[@]}" "${real[@]}" --host-mem "110$unit" --batch 8 --text "$(text)" ;;
     70b)
-      train 70b "$ranks" --size "70b$small" --system gemini "${real[@]}" --device-mem "128$unit" --host-mem "112$unit" \
+      train 70b "$ranks" --size "70b$small" --system gemini "${real[@]}" --device-mem "132$unit" --host-mem "115$unit" \
         --batch 4 --text "$(text)" ;;
     host)
       train 7b.host "$ranks" --size "7b$small" "${ours[@]}" --masters split16 --folder "$out/7b.weights" --warmup 3 \
@@ -90,8 +90,10 @@ for group in "${groups[@]}"; do
       rm -rf "$out/7b.weights" ;;
     gather)
       for count in $(printf '%s\n' 2 "$ranks" | sort -nu); do
-        run "gather.$count" "$build/bench/bench_gather" --device "$device" --ranks "$count" --frames 24 --bucket 64MiB \
-          "${ring[@]}"
+        for frames in 8 24; do
+          run "gather.$count.$frames" "$build/bench/bench_gather" --device "$device" --ranks "$count" --frames "$frames" \
+            --bucket 64MiB "${ring[@]}"
+        done
       done ;;
     tests)
       LIBGEMINI_DIR=${LIBGEMINI_DIR:-$PWD/$build} PYTHONPATH=$PWD/bindings/python \
