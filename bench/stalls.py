@@ -5,7 +5,7 @@
 
 The last step in it is explained, which begins where its first operator comes for the last time; what that step waits
 for may have been queued in the one before. An item is a time in which the stream of the operators stood still: inside
-an operator for chunks, or between two operators. Each is split by what was under way meanwhile: the copy or update that
+an operator for chunks, or between two operators. Each is split by what was under way meanwhile: what moved bytes and
 ended it, other work of the same queue before it, and, where that queue was idle, the evictions and host updates that
 were under way elsewhere.
 SPDX-License-Identifier: Apache-2.0
@@ -36,10 +36,10 @@ def between(events, begin, end):
 
 def explain(tracks, kinds, begin, end, outside):
     """(what ended the wait, {reason: microseconds}) for one wait; outside: of operators."""
-    enders = [e for kind in ("fetch", "evict", "device update") for e in kinds[kind]]
+    enders = [e for kind in ("fetch", "evict", "gather", "sum", "device update") for e in kinds[kind]]
     near = [(abs(e["ts"] + e["dur"] - end), e) for e in enders if abs(e["ts"] + e["dur"] - end) <= NEAR_US]
     if not near:
-        return "-", {"no copy or update: nothing was queued" if outside else "not explained": end - begin}
+        return "-", {"nothing was queued" if outside else "not explained": end - begin}
     ender = min(near, key=lambda pair: pair[0])[1]
     shares = collections.OrderedDict()
     start = min(max(ender["ts"], begin), end)
