@@ -550,23 +550,15 @@ def _compute_buffers(session, model, buffers):
             raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
-def _returns(value):
-    """A function without arguments that returns the value."""
-    return lambda: value
-
-
 def _read_all(jobs, progress, borrows):
-    """Reads entries into their targets.
+    """Reads entries into their targets, in the given order; where these borrow bytes of files, in that of the files.
 
     jobs: (entry, function that makes the target, function to call when it is filled).
     borrows: See tensorfile.read().
     """
-    # Places are made in the order of the model, as ranks add gradients from the last place to the first, and not of
-    # the files, where block 10 comes before block 2; but in that of files from which they borrow bytes.
-    made = [(entry, target, then) if borrows else (entry, _returns(target()), then) for entry, target, then in jobs]
     fds = {}
     try:
-        for entry, target, then in sorted(made, key=lambda job: (job[0].file, job[0].offset)):
+        for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)) if borrows else jobs:
             if entry.file not in fds:
                 fds[entry.file] = os.open(entry.file, os.O_RDONLY)
             tensorfile.read(entry, fds[entry.file], target(), borrows)
@@ -666,6 +658,8 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         quantized = (
             set() if session.ranks else {id(one) for inner in model.modules() for one in are_weights(inner).values()}
         )
+        # In the order of the model, in which new places then lie: ranks add gradients from the last place to the first,
+        # and in the files block 10 comes before block 2.
         jobs = [_weight_job(session, entry, name, value, quantized) for entry, name, value in plan]
         for record, layout, parts in states:
             places = optimizer.rule.renew(record, layout)
