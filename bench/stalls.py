@@ -5,9 +5,9 @@
 
 The last step in it is explained, which begins where its first operator comes for the last time; what that step waits
 for may have been queued in the one before. An item is a time in which the stream of the operators stood still: inside
-an operator for chunks, or between two operators. Each is split by what was under way meanwhile: what ended it (a
-copy, gather, sum or update), other work of the same queue before it, and, where that queue was idle, the evictions and host updates that
-were under way elsewhere.
+an operator for chunks, or between two operators. Each is split by what was under way meanwhile: what ended it (a copy,
+a gather, a sum or an update), other work of the same queue before it, and, where that queue was idle, the evictions and
+host updates that were under way elsewhere.
 SPDX-License-Identifier: Apache-2.0
 """
 
