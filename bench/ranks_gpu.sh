@@ -56,10 +56,16 @@ train() { # NAME, processes, options of llama_torch.py
   ((processes == 1)) || command=(python3 -m torch.distributed.run --nproc-per-node "$processes")
   run "$name" "${command[@]}" bench/peers/llama_torch.py "$@" "${try[@]}"
 }
-# FSDP2 offloads nothing on a machine without a GPU, and wants a few steps only: they vary little.
+# FSDP2 offloads nothing on a machine without a GPU, and wants a few steps only: they vary little. Its offload keeps 20
+# bytes a parameter in host memory: 13b was killed on a machine of 256 GiB, so its row is left out there.
 peers() { # SIZE
-  local name=$1
+  local name=$1 total
   train "$name.fsdp2-gpu" "$ranks" --system fsdp2-gpu --size "$name$small" --warmup 1 --steps 4
+  total=$(awk '/^MemTotal/ { print int($2 / 1048576) }' /proc/meminfo)
+  if [[ $name == 13b && -z $small ]] && ((total < 280)); then
+    echo "$name.fsdp2 is left out: FSDP2's offload of 13b does not fit into this machine's $total GiB"
+    return
+  fi
   train "$name.fsdp2" "$ranks" --system fsdp2 --size "$name$small" --device-mem "24$unit" --warmup 1 --steps 2
 }
 text() {
