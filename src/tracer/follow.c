@@ -119,6 +119,7 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
   v->bundle = *bundle;
   v->still = is_still(bundle);
   v->plan = ++m->trace.tracer->plans.count;
+  v->plan_runs = 0;
   v->ahead.planned = v->trace.ahead;
   m->trace.tracer->now.due.variant = GMI_NONE;
   m->stats.plans++;

@@ -412,6 +412,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
       v->planned_runs++;
       t->now.step.plan = v->plan, t->now.step.variant = index;
       t->now.step.took = m->stats.committed_elements > t->now.committed;
+      t->now.step.settled = v->plan_runs++ > 0;
       learn_ahead(m, v);
     }
   }
@@ -421,8 +422,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   t->previous = index;
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
-   * iterations. Later it is only made again if steps begin or cease to take over what is computed ahead; otherwise the
-   * prediction is updated, after 4, 8, 16, ... planned iterations. */
+   * iterations. Later it is made again if steps begin or cease to take over what is computed ahead; otherwise the
+   * prediction is updated, after 4, 8, 16, ... planned iterations, and a plan that is predicted to be better is tried. */
   if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v) || (t->now.regrown && (v->bundle.made || v->refused))) {
@@ -436,11 +437,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (!left) left = settles ? gmi_tracer_trial_plan(m, v) : gmi_tracer_variant_plan(m, v);
     return left;
   }
-  if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0) {
-    gmi_trace_measure(m, &v->trace);
-    gmi_plan_bundle_times(m, &v->trace, &v->bundle);
-    if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan) == GEMINI_OK) gmi_tracer_publish_plan(m, v);
-  }
+  if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0)
+    gmi_tracer_trial_again(m, v);
   return GEMINI_OK;
 }
 

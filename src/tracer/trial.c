@@ -1,18 +1,23 @@
 /* Compares a plan with the one before it, by the steps that followed them. SPDX-License-Identifier: Apache-2.0
  *
  * A plan is the best one of a model, which does not know all that a machine does. A variant's second plan, which is
- * made with times measured under the first one, is expected to be better. If it proves slower, the first one comes
- * back.
+ * made with times measured under the first one, is expected to be better, and so is one that later times suggest. If it
+ * proves slower, the one before comes back, and no other is tried.
  *
  * A step is measured from the begin of its first op to that of the next iteration's, on the stream of the ops. What
  * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, never shorter; so
- * the shortest steps are compared. */
+ * the shortest of the newest steps are compared. A step waits for updates that the one before has left to it. So the first one under
+ * a plan says nothing of it: it may be shorter or longer than all that follow. */
 #include <string.h>
 
 #include "tracer/variants.h"
 
+static void drop_former(variant_t *v) {
+  gmi_plan_bundle_free(&v->trial.before.bundle);
+  memset(&v->trial.before, 0, sizeof v->trial.before);
+}
 void gmi_tracer_trial_drop(variant_t *v) {
-  gmi_plan_bundle_free(&v->trial.before);
+  drop_former(v);
   memset(&v->trial, 0, sizeof v->trial);
 }
 
@@ -33,32 +38,78 @@ static bool same_plan(const gmi_plan_t *a, const gmi_plan_t *b) {
          same_moves(a->evicts, b->evicts, a->evict_first, b->evict_first, a->op_count);
 }
 
-gemini_status_t gmi_tracer_trial_plan(gmi_manager_t *m, variant_t *v) {
-  gmi_plan_bundle_t before = v->bundle;
-  const uint64_t number = v->plan;
-  const uint64_t shortest[2] = { v->trial.ns[0], v->trial.ns[1] };
+/* Ranks make their plans together: none is tried by itself. */
+static bool has_collectives(const gmi_plan_bundle_t *bundle) {
+  return bundle->input.groups.gather_count || bundle->input.groups.sum_count;
+}
+
+/* The variant's plan, taken from it. Another one follows, against which it is compared. */
+static former_plan_t take_former(variant_t *v) {
+  former_plan_t former = { .bundle = v->bundle, .number = v->plan, .steps = v->trial.steps };
   v->bundle = (gmi_plan_bundle_t){ 0 };
+  return former;
+}
+
+gemini_status_t gmi_tracer_trial_plan(gmi_manager_t *m, variant_t *v) {
+  former_plan_t former = take_former(v);
   gemini_status_t status = gmi_tracer_variant_plan(m, v);
-  const gmi_plan_groups_t *groups = &before.input.groups;
-  if (status || groups->gather_count || groups->sum_count || same_plan(&before.plan, &v->bundle.plan)) {
-    gmi_plan_bundle_free(&before);
-    return status;
+  if (!status && !has_collectives(&former.bundle) && !same_plan(&former.bundle.plan, &v->bundle.plan))
+    v->trial.before = former;
+  else gmi_plan_bundle_free(&former.bundle);
+  return status;
+}
+
+static bool is_slower(uint64_t ns, uint64_t before_ns) {
+  return before_ns && ns > before_ns && ns - before_ns > TRIAL_NS && ns - before_ns > before_ns / TRIAL_SHARE;
+}
+
+void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
+  gmi_tracer_t *t = m->trace.tracer;
+  gmi_plan_bundle_t bundle;
+  gmi_trace_measure(m, &v->trace);
+  gmi_plan_bundle_times(m, &v->trace, &v->bundle);
+  if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan)) return;
+  gmi_tracer_publish_plan(m, v);
+  if (v->trial.before.bundle.made || v->trial_lost || v->reads_only || v->still || v->planned_runs > TRIAL_RUNS ||
+      has_collectives(&v->bundle) || gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle))
+    return;
+  if (!is_slower(v->bundle.plan.predicted_ns, bundle.plan.predicted_ns)) {
+    gmi_plan_bundle_free(&bundle);
+    return;
   }
-  v->trial.before = before;
-  v->trial.before_plan = number;
-  memcpy(v->trial.shortest_ns, shortest, sizeof shortest);
-  return GEMINI_OK;
+  const former_plan_t former = take_former(v);
+  gmi_tracer_trial_drop(v);
+  if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
+  gmi_tracer_take_plan(m, v, &bundle);
+  v->trial.before = former;
+  gmi_log(m, GEMINI_LOG_INFO,
+          "plan %llu is tried: with the newest times it predicts a step of %.6f s, plan %llu %.6f s",
+          (unsigned long long)v->plan, (double)bundle.plan.predicted_ns * 1e-9, (unsigned long long)former.number,
+          (double)former.bundle.plan.predicted_ns * 1e-9);
+}
+
+static void add_step(settled_steps_t *steps, bool took, uint64_t ns) {
+  steps->ns[took][steps->count[took]++ % TRIAL_STEPS] = ns;
+}
+/* 0: none was measured. */
+static uint64_t shortest_step(const settled_steps_t *steps, bool took) {
+  uint64_t shortest = 0;
+  for (int i = 0; i < TRIAL_STEPS; i++) {
+    const uint64_t ns = steps->ns[took][i];
+    if (ns && (!shortest || ns < shortest)) shortest = ns;
+  }
+  return shortest;
 }
 
 /* The plan before comes back, with the newest times. */
 static void return_to_before(gmi_manager_t *m, variant_t *v, bool took) {
   gmi_tracer_t *t = m->trace.tracer;
-  gmi_plan_bundle_t bundle = v->trial.before;
-  const uint64_t plan = v->plan;
+  former_plan_t *before = &v->trial.before;
+  gmi_plan_bundle_t bundle = before->bundle;
   gmi_log(m, GEMINI_LOG_INFO, "plan %llu comes back: its steps took %.6f s, those of plan %llu take %.6f s",
-          (unsigned long long)v->trial.before_plan, (double)v->trial.shortest_ns[took] * 1e-9, (unsigned long long)plan,
-          (double)v->trial.ns[took] * 1e-9);
-  v->trial.before = (gmi_plan_bundle_t){ 0 };
+          (unsigned long long)before->number, (double)shortest_step(&before->steps, took) * 1e-9,
+          (unsigned long long)v->plan, (double)shortest_step(&v->trial.steps, took) * 1e-9);
+  before->bundle = (gmi_plan_bundle_t){ 0 };
   gmi_tracer_trial_drop(v);
   gmi_plan_bundle_free(&v->bundle);
   gmi_trace_measure(m, &v->trace);
@@ -66,14 +117,7 @@ static void return_to_before(gmi_manager_t *m, variant_t *v, bool took) {
   (void)gmi_plan_simulate(&bundle.input, &bundle.plan); /* if it fails, the plan predicts what it did before */
   if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
   gmi_tracer_take_plan(m, v, &bundle);
-}
-
-static bool is_slower(uint64_t ns, uint64_t before_ns) {
-  return before_ns && ns > before_ns && ns - before_ns > TRIAL_NS && ns - before_ns > before_ns / TRIAL_SHARE;
-}
-
-static void keep_shortest(uint64_t *shortest, uint64_t ns) {
-  if (!*shortest || ns < *shortest) *shortest = ns;
+  v->trial_lost = true;
 }
 
 void gmi_tracer_trial_measure(gmi_manager_t *m) {
@@ -81,13 +125,14 @@ void gmi_tracer_trial_measure(gmi_manager_t *m) {
   const step_t step = t->plans.last, next = t->now.step;
   t->plans.last = next;
   t->now.step = (step_t){ 0 };
-  if (!step.plan || !step.first_ns || next.first_ns <= step.first_ns) return;
+  if (!step.plan || !step.settled || !step.first_ns || next.first_ns <= step.first_ns) return;
   variant_t *v = &t->variants[step.variant];
   const uint64_t ns = next.first_ns - step.first_ns;
-  if (step.plan == v->trial.before_plan) keep_shortest(&v->trial.shortest_ns[step.took], ns);
+  if (step.plan == v->trial.before.number) add_step(&v->trial.before.steps, step.took, ns);
   if (step.plan != v->plan) return;
-  keep_shortest(&v->trial.ns[step.took], ns);
-  if (!v->trial.before.made || ++v->trial.steps[step.took] < TRIAL_STEPS) return;
-  if (is_slower(v->trial.ns[step.took], v->trial.shortest_ns[step.took])) return_to_before(m, v, step.took);
-  else gmi_tracer_trial_drop(v);
+  add_step(&v->trial.steps, step.took, ns);
+  if (!v->trial.before.bundle.made || v->trial.steps.count[step.took] < TRIAL_STEPS) return;
+  if (is_slower(shortest_step(&v->trial.steps, step.took), shortest_step(&v->trial.before.steps, step.took)))
+    return_to_before(m, v, step.took);
+  else drop_former(v);
 }

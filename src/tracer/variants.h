@@ -31,9 +31,23 @@ enum { STEADY_RUNS = 16 };
 /* Iterations that take over nothing that was computed ahead, before the plan counts on it no more; and how often the
  * number of those that do is doubled, before it does again. */
 enum { AHEAD_PATIENCE = 4, AHEAD_DOUBTS = 6 };
-/* Steps under a new plan after which it is compared with the plan before, and the difference that counts: more than
- * this share of the shorter step, and more than these nanoseconds, of which steps of small models may differ anyway. */
-enum { TRIAL_STEPS = 3, TRIAL_SHARE = 32, TRIAL_NS = 1000000 };
+/* Settled steps under a new plan after which it is compared with the plan before, and the difference that counts: more
+ * than this share of the shorter step, and more than these nanoseconds, of which steps of small models may differ
+ * anyway. TRIAL_RUNS: after 4, 8, ... planned iterations, up to these, a plan is sought that is better by so much. */
+enum { TRIAL_STEPS = 3, TRIAL_SHARE = 32, TRIAL_NS = 1000000, TRIAL_RUNS = 64 };
+
+/* The newest settled steps under a plan, by step_t.took. */
+typedef struct {
+  uint64_t ns[2][TRIAL_STEPS]; /* step i is at i % TRIAL_STEPS; 0: none yet */
+  uint32_t count[2];
+} settled_steps_t;
+
+/* A plan that gave way to another one. */
+typedef struct {
+  gmi_plan_bundle_t bundle;
+  uint64_t number; /* as gmi_tracer_t.plans.count counts them */
+  settled_steps_t steps;
+} former_plan_t;
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
  * refused exclude each other; the plan was made from trace. */
@@ -60,13 +74,12 @@ typedef struct {
     uint32_t doubt;         /* how often they were expected in vain */
     bool planned;           /* trace.ahead when its plan was made or came back */
   } ahead;
-  uint64_t plan;              /* the number of its plan, as gmi_tracer_t.plans.count counts them; 0: none */
-  struct {                    /* the plan and the one before it, compared; see trial.c */
-    gmi_plan_bundle_t before; /* made: the plan before, which may come back */
-    uint64_t before_plan;     /* its number */
-    uint64_t shortest_ns[2];  /* of the plan before, by step_t.took; 0: no step measured */
-    uint64_t ns[2];           /* of this plan, likewise */
-    uint32_t steps[2];        /* measured under this plan */
+  uint64_t plan;           /* the number of its plan, as gmi_tracer_t.plans.count counts them; 0: none */
+  uint64_t plan_runs;      /* iterations that followed this plan to their end */
+  bool trial_lost;         /* a plan before has come back: no other one is tried */
+  struct {                 /* the plan and the one before it, compared; see trial.c */
+    former_plan_t before;  /* before.bundle.made: it may come back */
+    settled_steps_t steps; /* under this plan */
   } trial;
 } variant_t;
 
@@ -76,6 +89,7 @@ typedef struct {
   uint64_t plan;     /* the number of the plan that it followed to its end; 0: of none */
   uint32_t variant;  /* whose plan */
   bool took;         /* it took over results computed ahead */
+  bool settled; /* the iteration before followed the same plan: the updates that it left to this one are the plan's */
 } step_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */
@@ -199,7 +213,10 @@ void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 /* tracer/trial.c */
 /* Makes the variant's plan again, with the times measured under it, and has the new one prove itself. */
 gemini_status_t gmi_tracer_trial_plan(gmi_manager_t *m, variant_t *v);
-void gmi_tracer_trial_drop(variant_t *v); /* the plan before cannot come back any more */
+/* Has the plan predict its step with the newest times. Where another one is predicted to be better by as much as counts
+ * in a trial, it takes its place and has to prove itself; failures leave the plan as it is. */
+void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v);
+void gmi_tracer_trial_drop(variant_t *v); /* its plan goes, or the one before it is none any more */
 /* At the begin of an iteration, when now.step still is the last one's: measures the one before that. The plan before
  * may come back. */
 void gmi_tracer_trial_measure(gmi_manager_t *m);

@@ -587,7 +587,8 @@ static uint64_t now_us(void) {
   return (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
 }
 static void log_return(void *user, int32_t level, const char *message) {
-  if (level == GEMINI_LOG_INFO && strstr(message, "comes back")) snprintf(user, 240, "%s", message);
+  if (level == GEMINI_LOG_INFO && (strstr(message, "comes back") || strstr(message, "is tried")))
+    snprintf(user, 240, "%s", message);
 }
 static char *explained(const net_t *n) {
   uint64_t length;
@@ -606,9 +607,11 @@ static uint64_t device_pieces(const net_t *n) {
   return pieces;
 }
 /* Steps until there is a second plan, which differs from the first, as updates turned out to be slow on the host; then
- * some with it, whose operators take as long as before, or slow: three times as long as a whole step before. Returns the
- * plans' pieces on the device: the first, the second, the last. */
-static void trial(bool slow, char *said, uint64_t pieces_out[3]) {
+ * some with it, whose operators take as long as before, but in slow steps (slow_from: the first of them, NEVER_SLOW)
+ * three times as long as a whole step before. Returns the plans' pieces on the device: the first, the second, the
+ * last. */
+enum { NEVER_SLOW = 7 };
+static void trial(int slow_from, char *said, uint64_t pieces_out[3]) {
   gemini_config_t c = config_of(8);
   c.log_fn = log_return;
   c.log_user = said;
@@ -624,25 +627,52 @@ static void trial(bool slow, char *said, uint64_t pieces_out[3]) {
     pieces_out[stats_of(&n).plans - 1] = device_pieces(&n);
   }
   CHECK(pieces_out[1] > pieces_out[0]);
-  if (slow) pace.op_us = (unsigned)(3 * longest_us / (2 * LAYERS));
-  for (int i = 0; i < 6; i++) paced_step(&n, &pace);
+  for (int i = 0; i < NEVER_SLOW; i++) {
+    if (i == slow_from) pace.op_us = (unsigned)(3 * longest_us / (2 * LAYERS));
+    paced_step(&n, &pace);
+  }
   pieces_out[2] = device_pieces(&n);
   CHECK_EQ(stats_of(&n).plans, pieces_out[2] == pieces_out[1] ? 2 : 3);
   net_close(&n);
 }
 
-/* A second plan whose steps take longer than those of the first gives way to it, and one that is faster stays. What
- * makes steps slow here is that their operators are; the library cannot tell. */
+/* A second plan whose steps take longer than those of the first gives way to it, though its first step, to which the
+ * plan before has left its updates, be fast; and one that is faster stays. What makes steps slow here is that their
+ * operators are; the library cannot tell. */
 static void test_plan_slower_than_the_one_before_goes(void) {
   char said[240] = "";
   uint64_t pieces[3];
-  trial(false, said, pieces);
+  trial(NEVER_SLOW, said, pieces);
   CHECK_EQ(pieces[2], pieces[1]);
   CHECK(!*said);
-  trial(true, said, pieces);
-  CHECK_EQ(pieces[2], pieces[0]);
-  CHECK_SAYS(said, "plan 1 comes back: its steps took ");
-  CHECK_SAYS(said, " s, those of plan 2 take ");
+  for (int slow_from = 0; slow_from < 2; slow_from++) {
+    *said = 0;
+    trial(slow_from, said, pieces);
+    CHECK_EQ(pieces[2], pieces[0]);
+    CHECK_SAYS(said, "plan 1 comes back: its steps took ");
+    CHECK_SAYS(said, " s, those of plan 2 take ");
+  }
+}
+
+/* Updates on the host that become slow when plans have settled: a plan that has more of them on the device is tried. */
+static void test_later_times_have_another_plan_tried(void) {
+  char said[240] = "";
+  gemini_config_t c = config_of(8);
+  c.log_fn = log_return;
+  c.log_user = said;
+  c.log_level = GEMINI_LOG_INFO;
+  net_t n = net_open(&c);
+  pace_t pace = { 1000, 0 };
+  for (int i = 0; i < 5; i++) paced_step(&n, &pace);
+  const uint64_t pieces = device_pieces(&n), plans = stats_of(&n).plans;
+  CHECK_EQ(plans, 2);
+  pace.host_us = 5000;
+  for (int i = 0; i < 20 && stats_of(&n).plans == plans; i++) paced_step(&n, &pace);
+  CHECK_SAYS(said, "plan 3 is tried: with the newest times it predicts a step of ");
+  CHECK(device_pieces(&n) > pieces);
+  for (int i = 0; i < 6; i++) paced_step(&n, &pace);
+  CHECK(!strstr(said, "comes back")); /* it is better */
+  net_close(&n);
 }
 
 static void test_departures_are_explained_in_the_log(void) {
@@ -1166,6 +1196,7 @@ int main(int argc, char **argv) {
   RUN(test_departures_that_recur_are_expected);
   RUN(test_times_known_late_are_learned);
   RUN(test_plan_slower_than_the_one_before_goes);
+  RUN(test_later_times_have_another_plan_tried);
   RUN(test_departures_are_explained_in_the_log);
   RUN(test_a_cache_that_grows_is_no_departure);
   RUN(test_an_arena_that_grows_is_no_departure);
