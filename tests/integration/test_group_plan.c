@@ -515,6 +515,66 @@ static void test_waits_for_gathers_and_sums_are_counted_apart(void) {
   run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 4 }, waits_for_others);
 }
 
+/* ---- timelines show what a group does */
+static uint64_t count_of(const char *text, const char *what) {
+  uint64_t n = 0;
+  for (; (text = strstr(text, what)); text++) n++;
+  return n;
+}
+/* Events of a category whose names have these words. */
+static uint64_t drawn(const char *text, const char *category, const char *words) {
+  char event[64];
+  uint64_t n = 0;
+  snprintf(event, sizeof event, "\"cat\":\"%s\"", category);
+  for (const char *at = text; (at = strstr(at, event)); at++) {
+    const char *name = strstr(at, "\"name\":\""), *end = name ? strchr(name, '}') : NULL, *found = strstr(at, words);
+    n += end && found && found < end;
+  }
+  return n;
+}
+static void is_drawn(rank_t *k) {
+  char path[] = "/tmp/gemini-test.XXXXXX", *text = NULL;
+  size_t size = 0;
+  gemini_tensor_t layers[CHUNKS];
+  gemini_group_stats_t before = GEMINI_GROUP_STATS_INIT, after = GEMINI_GROUP_STATS_INIT;
+  CHECK_OK(gemini_tensor_unregister(k->w.mgr, k->param));
+  trainer_t t = trainer_open(k);
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
+  }
+  const int fd = mkstemp(path);
+  CHECK(fd >= 0 && !close(fd));
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &before));
+  CHECK_OK(gemini_timeline_start(k->w.mgr, path));
+  /* The first iteration has no plan, so no slices stay on the device: each is copied to it and back. */
+  CHECK_OK(gemini_iteration_begin(k->w.mgr));
+  for (uint32_t i = 0; i < CHUNKS; i++) layer_op(&t, layers[i], WORLD_CHUNK, i, false);
+  for (uint32_t i = CHUNKS; i-- > 0;) layer_op(&t, layers[i], WORLD_CHUNK, i, true);
+  update(&t, halve_anywhere);
+  CHECK_OK(gemini_iteration_end(k->w.mgr));
+  CHECK_OK(gemini_update_wait(k->w.mgr));
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &after));
+  CHECK_OK(gemini_timeline_stop(k->w.mgr));
+  FILE *file = fopen(path, "r");
+  CHECK(file && getdelim(&text, &size, 0, file) > 0 && !fclose(file) && !unlink(path));
+  const uint64_t slice = WORLD_CHUNK / k->ranks;
+  const uint64_t gathers = count_of(text, "\"cat\":\"gather\""),
+                 gathered_chunks = after.gathered_chunks - before.gathered_chunks;
+  CHECK(gathers && gathers <= gathered_chunks && gathered_chunks >= CHUNKS);
+  CHECK_EQ(drawn(text, "gather", "of arena "), gathers);
+  CHECK_EQ(count_of(text, "\"cat\":\"sum\""), after.reduced_chunks - before.reduced_chunks);
+  CHECK_EQ(drawn(text, "sum", "of arena "), after.reduced_chunks - before.reduced_chunks);
+  CHECK_EQ(drawn(text, "fetch", "(slice)"), (after.fetched_bytes - before.fetched_bytes) / slice);
+  CHECK_EQ(drawn(text, "evict", "(slice)"), (after.stored_bytes - before.stored_bytes) / slice);
+  CHECK(count_of(text, "gathers of group 0") && count_of(text, "sums of group 0"));
+  free(text);
+}
+static void test_timelines_have_gathers_sums_and_copies_of_slices(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 6, .bucket = 1 }, is_drawn);
+}
+
 /* ---- a rank that departs from the others in an iteration of a known kind */
 typedef struct {
   const char *ops; /* one letter each; of which 'b' uses the second chunk, all others the first one */
@@ -679,6 +739,7 @@ int main(void) {
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
   RUN(test_experts_are_divided_among_their_own_ranks);
   RUN(test_waits_for_gathers_and_sums_are_counted_apart);
+  RUN(test_timelines_have_gathers_sums_and_copies_of_slices);
   RUN(test_ranks_that_differ_in_a_known_iteration_are_told_where);
   RUN(test_ranks_with_other_buckets_are_told);
   RUN(test_bytes_between_slices_are_zeros_in_used_slots);
