@@ -422,8 +422,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   t->previous = index;
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
-   * iterations. Later it is made again if steps begin or cease to take over what is computed ahead; otherwise the
-   * prediction is updated, after 4, 8, 16, ... planned iterations, and a plan that is predicted to be better is tried. */
+   * iterations. Later it is made again if steps begin or cease to take over what is computed ahead; otherwise, after 4,
+   * 8, 16, ... planned iterations, the prediction is updated, and a plan that is predicted to be better is tried. */
   if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v) || (t->now.regrown && (v->bundle.made || v->refused))) {

@@ -6,8 +6,8 @@
  *
  * A step is measured from the begin of its first op to that of the next iteration's, on the stream of the ops. What
  * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, never shorter; so
- * the shortest of the newest steps are compared. A step waits for updates that the one before has left to it. So the first one under
- * a plan says nothing of it: it may be shorter or longer than all that follow. */
+ * the shortest of the newest steps are compared. A step waits for updates that the one before has left to it. So the
+ * first one under a plan says nothing of it: it may be shorter or longer than all that follow. */
 #include <string.h>
 
 #include "tracer/variants.h"
