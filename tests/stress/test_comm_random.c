@@ -83,6 +83,9 @@ static void run(gmi_comm_t *c, void *user) {
   uint8_t *data = malloc(BYTES_MOST), *expected = malloc(BYTES_MOST), *ranks_in = malloc((size_t)c->ranks * BYTES_MOST);
   gemini_status_t status = GEMINI_OK;
   uint32_t n = 0;
+  /* The victim ends when all have returned from joining, which finds ranks that have ended. */
+  uint8_t own[8] = { 0 }, all[8 * COMM_WORLD_RANKS];
+  if (p->victim != GMI_COMM_RANKS) CHECK_EQ(c->ops->exchange(c->self, own, sizeof own, all, "joined"), GEMINI_OK);
   for (; n < p->steps && !status; n++) {
     if (c->rank == p->victim && n == p->ends_at) kill(getpid(), SIGKILL);
     status = step(c, p, n, &state, data, expected, ranks_in);
