@@ -65,6 +65,13 @@ static inline uint32_t check_stride(void) { return check_is_slow() ? 3 : 1; }
     }                                                                                                   \
   } while (0)
 
+/* How often a text has a part. */
+static inline uint64_t count_of(const char *text, const char *part) {
+  uint64_t n = 0;
+  for (; (text = strstr(text, part)); text++) n++;
+  return n;
+}
+
 /* ---- which tests run: the program's arguments, read from /proc, so that main() need not pass them on */
 enum { CHECK_WORDS = 4096, CHECK_TESTS = 512 };
 static struct {

@@ -63,8 +63,15 @@ static bool is_slower(uint64_t ns, uint64_t before_ns) {
   return before_ns && ns > before_ns && ns - before_ns > TRIAL_NS && ns - before_ns > before_ns / TRIAL_SHARE;
 }
 
-void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
+/* The plan becomes the variant's, whose own is gone, and no plan can come back. */
+static void take(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   gmi_tracer_t *t = m->trace.tracer;
+  gmi_tracer_trial_drop(v);
+  if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
+  gmi_tracer_take_plan(m, v, bundle);
+}
+
+void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &v->bundle);
@@ -78,9 +85,7 @@ void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
     return;
   }
   const former_plan_t former = take_former(v);
-  gmi_tracer_trial_drop(v);
-  if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
-  gmi_tracer_take_plan(m, v, &bundle);
+  take(m, v, &bundle);
   v->trial.before = former;
   gmi_log(m, GEMINI_LOG_INFO,
           "plan %llu is tried: with the newest times it predicts a step of %.6f s, plan %llu %.6f s",
@@ -103,20 +108,17 @@ static uint64_t shortest_step(const settled_steps_t *steps, bool took) {
 
 /* The plan before comes back, with the newest times. */
 static void return_to_before(gmi_manager_t *m, variant_t *v, bool took) {
-  gmi_tracer_t *t = m->trace.tracer;
   former_plan_t *before = &v->trial.before;
   gmi_plan_bundle_t bundle = before->bundle;
   gmi_log(m, GEMINI_LOG_INFO, "plan %llu comes back: its steps took %.6f s, those of plan %llu take %.6f s",
           (unsigned long long)before->number, (double)shortest_step(&before->steps, took) * 1e-9,
           (unsigned long long)v->plan, (double)shortest_step(&v->trial.steps, took) * 1e-9);
   before->bundle = (gmi_plan_bundle_t){ 0 };
-  gmi_tracer_trial_drop(v);
   gmi_plan_bundle_free(&v->bundle);
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &bundle);
   (void)gmi_plan_simulate(&bundle.input, &bundle.plan); /* if it fails, the plan predicts what it did before */
-  if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
-  gmi_tracer_take_plan(m, v, &bundle);
+  take(m, v, &bundle);
   v->trial_lost = true;
 }
 

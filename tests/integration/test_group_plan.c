@@ -242,6 +242,15 @@ static trainer_t trainer_open(rank_t *k) {
   return t;
 }
 
+/* A layer for each chunk of the parameters. */
+static void register_layers(rank_t *k, gemini_tensor_t layers[CHUNKS]) {
+  for (uint32_t i = 0; i < CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "layer %u", i);
+    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
+  }
+}
+
 /* An operator for each layer of so many bytes, forward and back, where it writes the gradient and makes it ready. */
 static void layer_op(trainer_t *t, gemini_tensor_t param, uint64_t bytes, uint32_t layer, bool back) {
   char name[32];
@@ -326,11 +335,7 @@ static void trains_with_slow_host(rank_t *k) {
   gemini_tensor_t layers[CHUNKS];
   CHECK_OK(gemini_tensor_unregister(mgr, k->param));
   trainer_t t = trainer_open(k);
-  for (uint32_t i = 0; i < CHUNKS; i++) {
-    char name[16];
-    snprintf(name, sizeof name, "layer %u", i);
-    CHECK_OK(gemini_tensor_register(mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
-  }
+  register_layers(k, layers);
   for (uint32_t n = 0; n < 6; n++) {
     CHECK_OK(gemini_iteration_begin(mgr));
     for (uint32_t i = 0; i < CHUNKS; i++) layer_op(&t, layers[i], WORLD_CHUNK, i, false);
@@ -487,11 +492,7 @@ static void waits_for_others(rank_t *k) {
   gemini_tensor_t layers[CHUNKS], grad;
   CHECK_OK(gemini_tensor_unregister(k->w.mgr, k->param));
   trainer_t t = trainer_open(k);
-  for (uint32_t i = 0; i < CHUNKS; i++) {
-    char name[16];
-    snprintf(name, sizeof name, "layer %u", i);
-    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
-  }
+  register_layers(k, layers);
   CHECK_OK(gemini_iteration_begin(k->w.mgr));
   for (uint32_t i = 0; i < CHUNKS; i++) late_op(k, layers[i], GEMINI_READ, i);
   CHECK_OK(gemini_iteration_end(k->w.mgr));
@@ -516,11 +517,6 @@ static void test_waits_for_gathers_and_sums_are_counted_apart(void) {
 }
 
 /* ---- timelines show what a group does */
-static uint64_t count_of(const char *text, const char *what) {
-  uint64_t n = 0;
-  for (; (text = strstr(text, what)); text++) n++;
-  return n;
-}
 /* Events of a category whose names have these words. */
 static uint64_t drawn(const char *text, const char *category, const char *words) {
   char event[64];
@@ -539,11 +535,7 @@ static void is_drawn(rank_t *k) {
   gemini_group_stats_t before = GEMINI_GROUP_STATS_INIT, after = GEMINI_GROUP_STATS_INIT;
   CHECK_OK(gemini_tensor_unregister(k->w.mgr, k->param));
   trainer_t t = trainer_open(k);
-  for (uint32_t i = 0; i < CHUNKS; i++) {
-    char name[16];
-    snprintf(name, sizeof name, "layer %u", i);
-    CHECK_OK(gemini_tensor_register(k->w.mgr, k->params, name, WORLD_CHUNK, i * WORLD_CHUNK, &layers[i]));
-  }
+  register_layers(k, layers);
   const int fd = mkstemp(path);
   CHECK(fd >= 0 && !close(fd));
   CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &before));

@@ -590,6 +590,14 @@ static void log_return(void *user, int32_t level, const char *message) {
   if (level == GEMINI_LOG_INFO && (strstr(message, "comes back") || strstr(message, "is tried")))
     snprintf(user, 240, "%s", message);
 }
+/* With a log of what log_fn copies to said. */
+static net_t net_open_saying(gemini_log_fn log_fn, char *said) {
+  gemini_config_t c = config_of(8);
+  c.log_fn = log_fn;
+  c.log_user = said;
+  c.log_level = GEMINI_LOG_INFO;
+  return net_open(&c);
+}
 static char *explained(const net_t *n) {
   uint64_t length;
   OK(gemini_plan_explain(n->mgr, 0, NULL, &length));
@@ -612,11 +620,7 @@ static uint64_t device_pieces(const net_t *n) {
  * last. */
 enum { NEVER_SLOW = 7 };
 static void trial(int slow_from, char *said, uint64_t pieces_out[3]) {
-  gemini_config_t c = config_of(8);
-  c.log_fn = log_return;
-  c.log_user = said;
-  c.log_level = GEMINI_LOG_INFO;
-  net_t n = net_open(&c);
+  net_t n = net_open_saying(log_return, said);
   pace_t pace = { 1000, 5000 };
   uint64_t longest_us = 0;
   while (stats_of(&n).plans < 2) {
@@ -632,6 +636,7 @@ static void trial(int slow_from, char *said, uint64_t pieces_out[3]) {
     paced_step(&n, &pace);
   }
   pieces_out[2] = device_pieces(&n);
+  if (!strstr(said, "is tried")) CHECK_EQ(stats_of(&n).plans, pieces_out[2] == pieces_out[1] ? 2 : 3);
   net_close(&n);
 }
 
@@ -642,7 +647,8 @@ static void test_plan_slower_than_the_one_before_goes(void) {
   char said[240] = "";
   uint64_t pieces[3];
   trial(NEVER_SLOW, said, pieces);
-  CHECK(!strstr(said, "comes back"));
+  CHECK(!*said || strstr(said, "plan 3 is tried")); /* the machine's times may promise more still */
+  if (!*said) CHECK_EQ(pieces[2], pieces[1]);
   for (int slow_from = 0; slow_from < 2; slow_from++) {
     *said = 0;
     trial(slow_from, said, pieces);
@@ -655,11 +661,7 @@ static void test_plan_slower_than_the_one_before_goes(void) {
 /* Updates on the host that become slow when plans have settled: a plan that has more of them on the device is tried. */
 static void test_later_times_have_another_plan_tried(void) {
   char said[240] = "";
-  gemini_config_t c = config_of(8);
-  c.log_fn = log_return;
-  c.log_user = said;
-  c.log_level = GEMINI_LOG_INFO;
-  net_t n = net_open(&c);
+  net_t n = net_open_saying(log_return, said);
   pace_t pace = { 1000, 0 };
   for (int i = 0; i < 5; i++) paced_step(&n, &pace);
   const uint64_t pieces = device_pieces(&n), plans = stats_of(&n).plans;
@@ -685,11 +687,7 @@ static void test_departures_are_explained_in_the_log(void) {
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     char said[240] = "";
-    gemini_config_t c = config_of(8);
-    c.log_fn = log_departures;
-    c.log_user = said;
-    c.log_level = GEMINI_LOG_INFO;
-    net_t n = net_open(&c);
+    net_t n = net_open_saying(log_departures, said);
     net_steps(&n, &plain, 4);
     CHECK(!*said);
     net_steps(&n, &cases[i].step, 1);
@@ -1105,11 +1103,6 @@ static const char *json_value(const char *p) { /* NULL: not JSON */
   char *end;
   double value = strtod(p, &end);
   return end > p && isfinite(value) ? end : NULL;
-}
-static uint64_t count_of(const char *text, const char *what) {
-  uint64_t n = 0;
-  for (; (text = strstr(text, what)); text++) n++;
-  return n;
 }
 
 static void test_timeline_has_ops_moves_waits_and_counters(void) {
