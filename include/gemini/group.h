@@ -253,7 +253,8 @@ typedef struct gemini_group_config {
  *           function failed
  *  A group over NCCL takes 12 MiB of device memory beside the manager's budget (with GEMINI_GROUP_RANK_ORDER 42 MiB), 6
  *  MiB of page-locked host memory, and what NCCL takes; of several replicas 16 MiB (76 MiB), and 8 MiB. A manager has
- *  at most 16 groups. Since: 0.1 */
+ *  at most 16 groups. Where the call fails on one rank that has begun to join by an id, the group has failed for all:
+ *  the others' calls return GEMINI_ERR_PEER, over shared memory with this rank's reason. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_group_open(gemini_manager_t mgr, const gemini_group_config_t *config,
                                              gemini_group_t *group_out) GEMINI_MUST_CHECK;
 

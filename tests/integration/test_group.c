@@ -601,6 +601,40 @@ static void test_a_rank_that_is_missing_at_the_start_is_named_in_time(void) {
   munmap(o, sizeof *o);
 }
 
+/* Rank 1 cannot open the group, as it has too many; rank 0, which has opened it, is told why. */
+enum { GROUPS_MOST = 16 };
+static void test_a_rank_that_cannot_open_the_group_says_why(void) {
+  gemini_group_id_t id, own;
+  gemini_group_t group;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 2, &id));
+  const pid_t child = fork_child();
+  world_t w = world_open(world_config(8, 8, 0));
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  if (!child) {
+    c.id = &own;
+    c.ranks = 1;
+    for (int i = 0; i < GROUPS_MOST; i++) {
+      CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 1, &own));
+      CHECK_OK(gemini_group_open(w.mgr, &c, &group));
+    }
+  }
+  c.id = &id;
+  c.rank = !child;
+  c.ranks = 2;
+  if (child) {
+    uint8_t byte = 0, bytes[2];
+    CHECK_OK(gemini_group_open(w.mgr, &c, &group));
+    CHECK_STATUS(gemini_group_exchange(w.mgr, group, &byte, 1, bytes), GEMINI_ERR_PEER);
+    CHECK_SAYS(world_error().message, "rank 1 gave up: 16 groups are open, the limit is 16");
+  } else {
+    CHECK_STATUS(gemini_group_open(w.mgr, &c, &group), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, "16 groups are open, the limit is 16");
+  }
+  world_close(&w);
+  if (!child) exit(0);
+  fork_expect_end(child);
+}
+
 /* A function of rank 1 fails: the others hear of it through abort(). */
 static void failing_table_rank(const shape_t *shape, uint32_t rank, area_t *areas, uint32_t table, uint64_t fail_at) {
   static const char *const functions[] = { "all_gather() of comms[0]", "reduce_scatter() of comms[1]",
@@ -784,6 +818,7 @@ int main(void) {
   RUN(test_replicas_train_over_shared_memory);
   RUN(test_replicas_train_over_functions_of_the_caller);
   RUN(test_replicas_that_part_are_noticed);
+  RUN(test_a_rank_that_cannot_open_the_group_says_why);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
   RUN(test_an_end_that_one_of_two_groups_refuses_goes_on_where_it_stood);

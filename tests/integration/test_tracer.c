@@ -558,7 +558,8 @@ static void test_times_known_late_are_learned(void) {
 
 /* A step whose operators take op_us on the stream, and whose update's spans take host_us on the host. */
 typedef struct {
-  unsigned op_us, host_us;
+  unsigned op_us;
+  _Atomic unsigned host_us; /* Atomic: changed while updates of the step before may run; relaxed would do */
 } pace_t;
 static void paced_update(void *user, const gemini_update_span_t *span) {
   if (span->tier == GEMINI_TIER_HOST) usleep(((const pace_t *)user)->host_us);

@@ -1054,13 +1054,11 @@ static void test_graph_and_work_on_the_host_wait_for_each_other(void) {
 /* ---- updates that were left to later callers, and are queued when a graph is entered */
 enum { FIRST, UPDATED, FILL = UPDATED + 2, OTHERS, OTHER_COUNT = 6, LEFT_CHUNKS = OTHERS + OTHER_COUNT };
 static gemini_arena_t masters;
-static uint8_t scratch[W];
+static unsigned piece_us; /* of a piece on the device: as long as several copies, so that they are planned beside it */
 
-/* Takes as long as several copies of a chunk, however slow the machine is, so that they are planned beside it. */
 static void add_slowly(void *user) {
   gemini_update_span_t *span = user;
-  usleep(30000);
-  for (int i = 0; i < 16; i++) memcpy(scratch, span->ptr[0], W);
+  usleep(piece_us);
   add_one(NULL, span);
   free(span);
 }
@@ -1092,6 +1090,21 @@ static void fill_link(const world_t *w, gemini_stream_t held) {
     CHECK_OK(gemini_release(w->mgr, &a, 1, held));
     CHECK_OK(gemini_move(w->mgr, &away, 1));
   }
+}
+/* The longest of some copies of a chunk to the device, however slow the machine is. */
+static unsigned copy_us(const world_t *w) {
+  uint64_t longest = 0;
+  for (int i = 0; i < 8; i++) {
+    gemini_access_t a = chunk_of(arena, FILL, 1, READ, DEVICE), away = chunk_of(arena, FILL, 1, READ, HOST);
+    const uint64_t begin = now_ns();
+    CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
+    CHECK_OK(gemini_stream_synchronize(w->mgr, w->stream));
+    const uint64_t took = now_ns() - begin;
+    if (took > longest) longest = took;
+    CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
+    CHECK_OK(gemini_move(w->mgr, &away, 1));
+  }
+  return (unsigned)(longest / 1000);
 }
 /* While the memory of an operator lacks, the first operator's chunk is away. It comes back beside the update's pieces.
  * held: a stream for which the link waits when the update comes, or NULL. */
@@ -1140,6 +1153,7 @@ static void test_graph_enter_queues_what_was_left_before_it_maps_frames(void) {
   capture_op(&w, &g, FIRST, 1);
   capture_op(&w, &g, UPDATED, 2);
   graph_end(&w, &g);
+  piece_us = 20000 + 4 * copy_us(&w);
   for (int i = 0; i < 5; i++) left_iteration(&w, values, NULL);
   CHECK_EQ(on_device(&w, FIRST), W); /* the plan has brought it beside a piece */
   gemini_stream_t held;
@@ -1148,9 +1162,9 @@ static void test_graph_enter_queues_what_was_left_before_it_maps_frames(void) {
   CHECK_OK(gemini_stream_native(w.mgr, held, &held_native));
   hold_stream(held_native);
   left_iteration(&w, values, held);
-  *word = 1;
   CHECK_EQ(on_device(&w, FIRST), 0);
   CHECK(world_stats(&w).pending_updates >= 2);
+  *word = 1; /* from here on any call may queue what was left */
   CHECK_OK(gemini_graph_enter(w.mgr, g.handle, w.stream));
   CHECK_EQ(on_device(&w, FIRST), 0);
   gemini_access_t others = chunk_of(arena, OTHERS, OTHER_COUNT, READ, DEVICE); /* in all frames but the graph's */
