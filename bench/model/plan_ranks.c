@@ -134,7 +134,12 @@ static gmi_plan_collective_t collective(const builder_t *b, uint32_t op, uint32_
 static bool add_gathers(builder_t *b, gmi_plan_input_t *in, uint32_t share) {
   gmi_gather_plan_t plan;
   const uint32_t chunks = b->first[b->parts];
-  const gmi_gather_input_t gathers = { b->ops, chunks, b->frames, b->use_first, b->uses, false };
+  const gmi_gather_input_t gathers = { .op_count = b->ops,
+                                       .chunk_count = chunks,
+                                       .frames = b->frames,
+                                       .use_first = b->use_first,
+                                       .uses = b->uses,
+                                       .ahead = GMI_GATHERS_AHEAD };
   for (uint32_t op = 0; op < b->ops; op++) {
     const uint32_t need = b->own[op] + b->others[op];
     b->frames[op] = need > in->frame_count ? 0 : b->own[op] + (in->frame_count - need) * share / (SHARES - 1);

@@ -2,7 +2,8 @@
  *
  * A walk over the ops. At each op, chunks leave until the op has no more than its frames; then the chunks that it uses
  * are gathered, as far as they are missing; then those of the next ops, in their order, while each op until then has a
- * free frame, or a frame of a chunk that is needed later than the one that is gathered. */
+ * free frame, or a frame of a chunk that is needed later than the one that is gathered, and not too many wait for their
+ * use. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,7 +21,8 @@ typedef struct {
   uint32_t *next;     /* [chunk_count] index in use_of of the first op that is not over */
   uint32_t *gathered; /* [chunk_count] the gathered chunks, in no order */
   uint32_t *place;    /* [chunk_count] where a chunk is in gathered; NEVER: it is not gathered */
-  uint32_t gathered_count;
+  bool *waits;        /* [chunk_count] gathered, and not used since */
+  uint32_t gathered_count, waiting;
 } walk_t;
 
 /* The first op from `op` on that uses the chunk. */
@@ -44,7 +46,13 @@ static void add_event(walk_t *w, uint32_t chunk, bool leaves) {
   w->plan.events[w->event_count++] = (gmi_gather_event_t){ chunk, leaves };
 }
 
+static void set_waits(walk_t *w, uint32_t chunk, bool waits) {
+  w->waiting += waits;
+  w->waiting -= w->waits[chunk];
+  w->waits[chunk] = waits;
+}
 static void remove_chunk(walk_t *w, uint32_t chunk) {
+  set_waits(w, chunk, false);
   uint32_t last = w->gathered[--w->gathered_count];
   w->gathered[w->place[chunk]] = last;
   w->place[last] = w->place[chunk];
@@ -79,10 +87,12 @@ static bool gather(walk_t *w, uint32_t op, uint32_t of, uint32_t frames) {
   for (uint32_t k = w->in->use_first[of]; k < w->in->use_first[of + 1]; k++) {
     uint32_t chunk = w->in->uses[k];
     if (w->place[chunk] != NEVER) continue;
+    if (op != of && w->in->ahead && w->waiting >= w->in->ahead) return false;
     while (w->gathered_count >= frames)
       if (!one_leaves(w, op, of)) break;
     if (op != of && w->gathered_count >= frames) return false;
     add_chunk(w, chunk);
+    set_waits(w, chunk, op != of);
     add_event(w, chunk, false);
   }
   return true;
@@ -114,6 +124,7 @@ static gemini_status_t walk(walk_t *w) {
     w->plan.on_demand[op] = in->use_first[op + 1] - in->use_first[op] > in->frames[op];
   for (uint32_t op = 0; op < in->op_count; op++) {
     w->plan.event_first[op] = w->event_count;
+    for (uint32_t k = in->use_first[op]; k < in->use_first[op + 1]; k++) set_waits(w, in->uses[k], false);
     if (w->plan.on_demand[op]) {
       op_on_demand(w, op);
       continue;
@@ -140,17 +151,19 @@ gemini_status_t gmi_gather_plan_make(const gmi_gather_input_t *input, gmi_gather
   w.next = calloc((size_t)input->chunk_count + 1, sizeof *w.next);
   w.place = calloc((size_t)input->chunk_count + 1, sizeof *w.place);
   w.gathered = calloc((size_t)input->chunk_count + 1, sizeof *w.gathered);
+  w.waits = calloc((size_t)input->chunk_count + 1, sizeof *w.waits);
   w.plan.gathered = calloc((size_t)input->op_count + 1, sizeof *w.plan.gathered);
   w.plan.on_demand = calloc((size_t)input->op_count + 1, sizeof *w.plan.on_demand);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   if (w.plan.event_first && w.plan.gathered && w.plan.on_demand && w.use_of && w.of_first && w.next && w.place &&
-      w.gathered)
+      w.gathered && w.waits)
     status = walk(&w);
   free(w.use_of);
   free(w.of_first);
   free(w.next);
   free(w.place);
   free(w.gathered);
+  free(w.waits);
   if (status) gmi_gather_plan_free(&w.plan);
   else *plan_out = w.plan;
   return status;

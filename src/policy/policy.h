@@ -239,15 +239,20 @@ uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
 /* ---- gathers of sharded arenas
  *
  * Chooses before which op each chunk is gathered, for a number of frames at each op, and which gathered chunk leaves
- * for it: as early as the frames allow, and of the chunks that are in the way, the one with the furthest next use
- * leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with more chunks
+ * for it: as early as the frames and `ahead` allow, and of the chunks that are in the way, the one with the furthest
+ * next use leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with more chunks
  * than frames is *on demand*: nothing is gathered before it, and its own chunks are when it acquires them and leave
  * when it ends. The result depends on the input alone, so ranks with equal inputs gather in the same order. */
+/* A driver holds about 1,000 entries for a stream, and makes the calling thread wait when there are more. The copy of
+ * one slice takes up to five: copies that wait for updates on the host must not keep the next operator from being
+ * queued, as those of 427 chunks once did (bench/results/2026-11-28-ranks-h200.md). */
+enum { GMI_GATHERS_AHEAD = 128 };
 typedef struct gmi_gather_input {
   uint32_t op_count, chunk_count;
   const uint32_t *frames;    /* [op_count] for gathered chunks, from the op's begin to that of the next */
   const uint32_t *use_first; /* [op_count + 1] an op's first use in uses */
   const uint32_t *uses;      /* chunks, below chunk_count; those of one op all differ */
+  uint32_t ahead;            /* gathered chunks which no op has used yet, at most, beside the op's own; 0: no limit */
   bool stays;                /* what is gathered never leaves, also not behind an op on demand */
 } gmi_gather_input_t;
 typedef struct gmi_gather_event {

@@ -419,6 +419,7 @@ static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t grou
   }
   free(seen);
   n->use_first[r->op_count] = count;
+  n->input.ahead = GMI_GATHERS_AHEAD;
   n->input.op_count = r->op_count;
   n->input.chunk_count = chunks;
   n->input.frames = n->frames;

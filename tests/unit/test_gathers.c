@@ -34,12 +34,13 @@ static void all_frames(program_t *p, uint32_t frames) {
 
 /* Carries the plan out. Returns the number of gathers; *ahead_out: those of them that come before their op. */
 static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32_t *ahead_out) {
-  bool gathered[CHUNKS_MOST] = { false };
+  bool gathered[CHUNKS_MOST] = { false }, waits[CHUNKS_MOST] = { false };
   uint32_t have = 0, gathers = 0;
   *ahead_out = 0;
   for (uint32_t op = 0; op < p->in.op_count; op++) {
     const uint32_t own = p->first[op + 1] - p->first[op];
     CHECK_EQ(plan->on_demand[op], own > p->frames[op]);
+    for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) waits[p->uses[k]] = false;
     for (uint32_t e = plan->event_first[op]; e < plan->event_first[op + 1]; e++) {
       uint32_t chunk = plan->events[e].chunk;
       bool used = false;
@@ -52,6 +53,10 @@ static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32
       have += gathered[chunk] ? 1 : -1u;
       gathers += gathered[chunk];
       *ahead_out += gathered[chunk] && !used;
+      waits[chunk] = gathered[chunk] && !used;
+      uint32_t waiting = 0;
+      for (uint32_t c = 0; c < CHUNKS_MOST; c++) waiting += waits[c];
+      CHECK(!waits[chunk] || !p->in.ahead || waiting <= p->in.ahead);
     }
     CHECK_EQ(plan->gathered[op], have);
     if (!p->in.stays) CHECK(have <= (plan->on_demand[op] ? 0 : p->frames[op]));
@@ -96,6 +101,20 @@ static void test_everything_is_gathered_once_if_it_fits(void) {
   uint32_t ahead;
   CHECK_EQ(plan_and_replay(&p, &ahead), 8);
   CHECK_EQ(ahead, 7); /* all but the first, at the first operator */
+}
+
+/* The rest comes one by one, as operators use what is there. */
+static void test_not_too_many_wait_for_their_use(void) {
+  program_t p = there_and_back(8);
+  p.in.ahead = 3;
+  gmi_gather_plan_t plan;
+  const gmi_gather_input_t in = input_of(&p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  for (uint32_t op = 0; op < 16; op++) CHECK_EQ(plan.gathered[op], op < 4 ? op + 4 : 8);
+  gmi_gather_plan_free(&plan);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 7);
 }
 
 /* With three frames: eight gathers forward; backward the last three are still there. */
@@ -201,6 +220,7 @@ static void test_random_programs_keep_the_rules(void) {
     for (uint32_t op = 0; op < ops; op++)
       p.frames[op] = least + (uint32_t)(check_random(&state) >> 33) % (p.in.chunk_count + 1);
     p.in.stays = check_random(&state) >> 63;
+    p.in.ahead = (uint32_t)(check_random(&state) >> 33) % 6;
     uint32_t ahead, gathers = plan_and_replay(&p, &ahead);
     if (gathers > demand) seed_print(seed);
     CHECK(gathers <= demand); /* never more than if each operator gathered all that it uses */
@@ -209,6 +229,7 @@ static void test_random_programs_keep_the_rules(void) {
 
 int main(void) {
   RUN(test_everything_is_gathered_once_if_it_fits);
+  RUN(test_not_too_many_wait_for_their_use);
   RUN(test_what_is_needed_soonest_stays);
   RUN(test_one_frame_is_enough_for_one_chunk_at_a_time);
   RUN(test_an_operator_with_more_chunks_than_frames_is_on_demand);
