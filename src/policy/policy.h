@@ -240,12 +240,13 @@ uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
  *
  * Chooses before which op each chunk is gathered, for a number of frames at each op, and which gathered chunk leaves
  * for it: as early as the frames and `ahead` allow, and of the chunks that are in the way, the one with the furthest
- * next use leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with more chunks
- * than frames is *on demand*: nothing is gathered before it, and its own chunks are when it acquires them and leave
- * when it ends. The result depends on the input alone, so ranks with equal inputs gather in the same order. */
-/* A driver holds about 1,000 entries for a stream, and makes the calling thread wait when there are more. The copy of
- * one slice takes up to five: copies that wait for updates on the host must not keep the next operator from being
- * queued, as those of 427 chunks once did (bench/results/2026-11-28-ranks-h200.md). */
+ * next use leaves (Belady, "A study of replacement algorithms", 1966). At the begin no chunk is gathered. An op with
+ * more chunks than frames is *on demand*: nothing is gathered before it, and its own chunks are when it acquires them
+ * and leave when it ends. The result depends on the input alone, so ranks with equal inputs gather in the same order.
+ *
+ * Ahead: a driver holds about 1,000 entries for a stream, and makes the calling thread wait when there are more. The
+ * copy of one slice takes up to five. Copies that wait for updates on the host must not keep the next operator from
+ * being queued, as those of 427 chunks once did (bench/results/2026-11-28-ranks-h200.md). */
 enum { GMI_GATHERS_AHEAD = 128 };
 typedef struct gmi_gather_input {
   uint32_t op_count, chunk_count;
