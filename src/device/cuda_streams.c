@@ -7,7 +7,7 @@
  * Threads. Any thread may call any operation. A thread that queues work holds stream.lock, possibly for long (the
  * driver's queue may be full). Threads that look at marks take points_lock only; its holders query events, but neither
  * queue anything nor create events, which can block, too. `recorded` and `reached` are atomic, so that the most
- * frequent question, "is this mark reached?", is mostly answered without a lock.
+ * frequent question, "is this mark reached?", is mostly answered without a lock. "No" is the answer for ASK_AGAIN_NS.
  *
  * Distrust. Once queued work may end without being done (gmi_cuda_distrust()), `reached` grows no more. Events are
  * still looked at, so that waits end with the work and points are reused.
@@ -40,12 +40,23 @@ static void note_reached(const cuda_t *cuda, stream_t *stream, uint64_t mark) {
   atomic_store_explicit(&stream->reached, mark, memory_order_release);
 }
 
+/* Was this mark, or an earlier one, not reached a moment ago? Marks are reached in their order. A question costs a call
+ * of the driver with locks that the thread that launches kernels needs, too, and an operator asks about hundreds. */
+static bool was_just_unreached(const stream_t *stream, uint64_t mark) {
+  return mark >= atomic_load_explicit(&stream->unreached, memory_order_relaxed) &&
+         gmi_now_ns() < atomic_load_explicit(&stream->unreached_until_ns, memory_order_relaxed);
+}
+
 /* Queries a recorded mark: CU_SUCCESS (reached), CU_NOT_READY, or a failure. Called with points_lock held, in the
  * context. */
 static cu_result_t look(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   if (atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark) return CU_SUCCESS;
   cu_result_t result = cuda->driver->event_query(event_of(stream, mark));
   if (result == CU_SUCCESS) note_reached(cuda, stream, mark);
+  if (result == CU_NOT_READY) {
+    atomic_store_explicit(&stream->unreached, mark, memory_order_relaxed);
+    atomic_store_explicit(&stream->unreached_until_ns, gmi_now_ns() + ASK_AGAIN_NS, memory_order_relaxed);
+  }
   gmi_cuda_note(cuda, result);
   return result;
 }
@@ -401,7 +412,8 @@ gemini_status_t gmi_cuda_mark_untimed(void *self, uint32_t index, uint64_t *mark
 static cu_event_t point_take(cuda_t *cuda, stream_t *stream, uint64_t mark) {
   cu_event_t event = NULL;
   pthread_mutex_lock(&stream->points_lock);
-  if (look(cuda, stream, mark) != CU_SUCCESS) {
+  const bool reached = atomic_load_explicit(&stream->reached, memory_order_relaxed) >= mark;
+  if (!reached && (was_just_unreached(stream, mark) || look(cuda, stream, mark) != CU_SUCCESS)) {
     event = event_of(stream, mark);
     point_of(stream, mark)->users++;
   }
@@ -438,7 +450,7 @@ bool gmi_cuda_reached(void *self, uint32_t index, uint64_t mark) {
   stream_t *stream = gmi_cuda_stream_of(cuda, index);
   if (!stream) return false;
   if (atomic_load_explicit(&stream->reached, memory_order_acquire) >= mark) return !mark || !gmi_cuda_is_lost(cuda);
-  if (!mark_recorded(stream, mark)) return false;
+  if (!mark_recorded(stream, mark) || was_just_unreached(stream, mark)) return false;
   entry_t had = gmi_cuda_enter(cuda);
   pthread_mutex_lock(&stream->points_lock);
   (void)look(cuda, stream, mark);
