@@ -213,7 +213,9 @@ static gemini_status_t shared_join(gmi_manager_t *m, const gemini_group_config_t
                     "serves",
                     m->device.ops->name);
   gemini_status_t status = gmi_comm_shared_join(&names->gather, &config, &g->gather);
-  return status ? status : gmi_comm_shared_join(&names->reduce, &config, &g->reduce);
+  if (!status) return gmi_comm_shared_join(&names->reduce, &config, &g->reduce);
+  if (status == GEMINI_ERR_PEER && !c->rank) gmi_comm_shared_id_end(&names->reduce); /* the group is over */
+  return status;
 }
 
 /* Queued work is about to end without being done. While the group is being formed there is none. */

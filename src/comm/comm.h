@@ -108,6 +108,8 @@ typedef struct gmi_comm {
  * gmi_comm_shared_id() makes the memory. The process that calls it becomes rank 0: the memory can be joined through it
  * until its gmi_comm_shared_join() returns. */
 gemini_status_t gmi_comm_shared_id(uint32_t ranks, gmi_comm_id_t *id_out);
+/* Gives back the descriptor of an id that this process has made and will not join with. Another process's stays. */
+void gmi_comm_shared_id_end(const gmi_comm_id_t *id);
 /* Blocks until all ranks have joined.
  * INVALID: id, rank or ranks are not of one group, or shard_ranks does not divide ranks. EXISTS: another process has
  * this rank. UNSUPPORTED: rank 0 is of another user. PEER: rank 0 has ended, not all ranks joined within the deadline,

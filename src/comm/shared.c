@@ -632,13 +632,21 @@ static gemini_status_t join(const group_id_t *id, const gmi_comm_config_t *confi
   return status;
 }
 
+void gmi_comm_shared_id_end(const gmi_comm_id_t *from) {
+  group_id_t id;
+  memcpy(&id, from, sizeof id);
+  if (id.magic == MAGIC && id.pid == (uint32_t)getpid()) close_fd(id.fd);
+}
+
 gemini_status_t gmi_comm_shared_join(const gmi_comm_id_t *from, const gmi_comm_config_t *config, gmi_comm_t *comm_out) {
   group_id_t id;
   gemini_status_t status = id_read(from, config, &id);
   if (status) return status;
   shared_t *s = calloc(1, sizeof *s);
-  status = s ? join(&id, config, s) : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a communicator");
-  if (!config->rank && id.pid == (uint32_t)getpid()) close_fd(id.fd);
+  if (!s) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for a communicator");
+  status = join(&id, config, s);
+  /* Without a region the descriptor is not the memory's, and may be another file's by now. */
+  if (s->region && status != GEMINI_ERR_EXISTS && !config->rank) gmi_comm_shared_id_end(from);
   if (status) {
     free(s);
     return status;

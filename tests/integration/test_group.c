@@ -1,5 +1,6 @@
 /* Training over a group of ranks, each a process with a manager of its own. Only public headers.
  * SPDX-License-Identifier: Apache-2.0 */
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 
@@ -555,7 +556,7 @@ static void open_without(opening_t *o, uint32_t rank, uint32_t victim, absence_t
     CHECK_SAYS(world_error().message, words);
   }
   world_close(&w);
-  if (rank) process_check(before); /* what the id takes is given back when rank 0 has opened the group, or ends */
+  process_check(before); /* what the id takes has been given back, too */
 }
 
 /* Whether the first thread of a process sleeps. */
@@ -599,6 +600,24 @@ static void test_a_rank_that_is_missing_at_the_start_is_named_in_time(void) {
   for (uint32_t victim = 0; victim < OPENERS; victim++)
     for (absence_t how = 0; how < ABSENCES; how++) open_without_one(o, victim, how);
   munmap(o, sizeof *o);
+}
+
+/* The descriptor of an id belongs to whoever has its number next. */
+static void test_an_id_that_is_used_again_closes_nobodys_file(void) {
+  gemini_group_id_t id;
+  gemini_group_t group;
+  CHECK_OK(gemini_group_id_make(GEMINI_TRANSPORT_SHARED, 1, &id));
+  world_t w = world_open(world_config(8, 8, 0));
+  gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
+  c.id = &id;
+  c.ranks = 1;
+  CHECK_OK(gemini_group_open(w.mgr, &c, &group));
+  int files[16];
+  for (int i = 0; i < 16; i++) CHECK((files[i] = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0);
+  CHECK_STATUS(gemini_group_open(w.mgr, &c, &group), GEMINI_ERR_INVALID);
+  CHECK_SAYS(world_error().message, "its rank 0 has joined already");
+  for (int i = 0; i < 16; i++) CHECK_EQ(close(files[i]), 0);
+  world_close(&w);
 }
 
 /* Rank 1 cannot open the group, as it has too many; rank 0, which has opened it, is told why. */
@@ -818,6 +837,7 @@ int main(void) {
   RUN(test_replicas_train_over_shared_memory);
   RUN(test_replicas_train_over_functions_of_the_caller);
   RUN(test_replicas_that_part_are_noticed);
+  RUN(test_an_id_that_is_used_again_closes_nobodys_file);
   RUN(test_a_rank_that_cannot_open_the_group_says_why);
   RUN(test_failing_functions_of_the_caller_are_named_by_all_ranks);
   RUN(test_the_librarys_exchange_does_not_overlap_the_callers);
