@@ -101,6 +101,7 @@ arguments.add_argument(
 arguments.add_argument(
     "--folder", default=None, help="of gemini: its weights are read from there, and written there first if need be"
 )
+arguments.add_argument("--update-threads", type=int, default=0, help="of gemini: as of gm.init()")
 arguments.add_argument("--bucket-size", default="0", help="of gemini: as of gm.init()")
 arguments.add_argument("--timeline", default=None, help="of gemini (rank 0), the last step, to this file")
 arguments.add_argument("--trace", default=None, help="of gemini, saved to this file")
@@ -425,6 +426,7 @@ def main():
             speculate=not options.no_speculation,
             units=options.units,
             bucket_size=options.bucket_size,
+            update_threads=options.update_threads,
         )
         host_before = host_peak()
         with init:
