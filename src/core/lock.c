@@ -38,16 +38,34 @@ static inline bool try_lock(gmi_manager_t *m) {
   return true;
 }
 bool gmi_lock_try(gmi_manager_t *m) { return try_lock(m); }
+
+/* A timeline shows who has held the lock, and for how long. */
+static inline void hold_begins(gmi_manager_t *m, const char *function) {
+  if (!m->trace.timeline) return;
+  m->trace.holder = function;
+  m->trace.held_ns = m->device.ops->now(m->device.self);
+}
+static inline void hold_ends(gmi_manager_t *m) {
+  const char *function = m->trace.holder;
+  if (!function) return;
+  m->trace.holder = NULL;
+  m->trace.observer->lock_held(m, function, m->trace.held_ns, m->device.ops->now(m->device.self));
+}
+
 static inline void give(gmi_manager_t *m) {
+  hold_ends(m);
   about_to_give(m);
   pthread_mutex_unlock(&m->lock);
 }
 void gmi_unlock_quietly(gmi_manager_t *m) { give(m); }
 /* The wait releases the mutex: the record checks and the recorded owner follow it. */
 void gmi_lock_wait(gmi_manager_t *m, pthread_cond_t *condition) {
+  const char *function = m->trace.holder;
+  hold_ends(m);
   about_to_give(m);
   pthread_cond_wait(condition, &m->lock);
   taken(m);
+  hold_begins(m, function);
 }
 
 static __attribute__((noinline)) void lock_after_wait(gmi_manager_t *m, const char *function) {
@@ -62,6 +80,7 @@ void gmi_lock_beside(gmi_manager_t *m, const char *function) {
   /* The uncontended case costs one try and skips the list of waits. */
   if (!try_lock(m)) lock_after_wait(m, function);
   gmi_watch_locked(&m->watch, function);
+  hold_begins(m, function);
   if (atomic_load_explicit(&m->hook.waiting, memory_order_relaxed)) m->hook.when_locked(m);
 }
 

@@ -355,7 +355,9 @@ typedef struct gmi_manager {
     const gmi_advice_t *advice;
     struct gmi_tracer *tracer;
     struct gmi_timeline *timeline;
-    bool plans_only; /* made for one forecast: api/manager.h */
+    bool plans_only;    /* made for one forecast: api/manager.h */
+    const char *holder; /* core/lock.c: of the lock, while a timeline is recorded; NULL: unknown */
+    uint64_t held_ns;   /* since then */
   } trace;
 
   struct {                               /* chunk/arena.c */

@@ -56,6 +56,8 @@ typedef struct gmi_observer {
   void (*span_queued)(struct gmi_manager *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end);
   void (*chunk_summed)(struct gmi_manager *m, const struct gmi_chunk *c); /* its gradients, over a group's ranks */
   void (*counters_change)(struct gmi_manager *m);                         /* call gmi_counters_change() */
+  /* While a timeline is recorded: a call has held the manager's lock, and is about to give it away. */
+  void (*lock_held)(struct gmi_manager *m, const char *function, uint64_t begin_ns, uint64_t end_ns);
   /* An update is about to be accepted. *index_out: its number in this iteration, for the calls below. */
   void (*update_comes)(struct gmi_manager *m, const gmi_trace_update_t *update, uint32_t *index_out);
   void (*update_refused)(struct gmi_manager *m, uint32_t index); /* forgets the latest update, which was not accepted */

@@ -45,6 +45,7 @@ enum {
   TRACK_CALLER = 1,
   TRACK_STREAMS = 2,
   TRACK_FILES = 98,
+  TRACK_CALLS = 99,
   TRACK_WAITS = 100,
   TRACK_WORKERS = 101,
   EVENTS_LIMIT = 4194304 /* the capacity doubles from 4,096 up to this */
@@ -136,6 +137,12 @@ void gmi_timeline_counters(gmi_manager_t *m) {
   e->values[3] = m->file.used;
 }
 
+enum { HELD_NS = 20000 }; /* shorter holds of the lock are not worth an event */
+void gmi_timeline_held(gmi_manager_t *m, const char *function, uint64_t begin_ns, uint64_t end_ns) {
+  if (m->trace.timeline && end_ns - begin_ns >= HELD_NS)
+    add_slice(m, "call", function, begin_ns, end_ns, true, TRACK_CALLS);
+}
+
 /* Reads the times of recorded slices in order, up to the first whose end has not been reached (block: waits for it).
  * Times of marks are available for a while only; a slice whose times are gone is lost. */
 static void poll_events(gmi_manager_t *m, bool block) {
@@ -215,6 +222,7 @@ static gemini_status_t write_file(gmi_manager_t *m) {
   fprintf(f, "{\"ph\":\"M\",\"pid\":1,\"name\":\"process_name\",\"args\":{\"name\":\"libgemini\"}}");
   write_track(f, TRACK_CALLER, "ops on the caller's thread");
   if (m->file.store) write_track(f, TRACK_FILES, "files");
+  write_track(f, TRACK_CALLS, "calls that hold the manager's lock");
   write_track(f, TRACK_WAITS, "streams waiting for chunks");
   for (uint32_t i = 0; i < m->config.update_threads; i++) {
     char name[32];

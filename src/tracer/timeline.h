@@ -14,6 +14,8 @@ void gmi_timeline_copy(gmi_manager_t *m, const gmi_chunk_t *c, const gmi_link_t 
 void gmi_timeline_transfer(gmi_manager_t *m, const gmi_chunk_t *c, bool write, uint64_t begin_ns, uint64_t end_ns);
 void gmi_timeline_slice(gmi_manager_t *m, const char *kind, const char *name, gmi_fence_t begin, gmi_fence_t end);
 void gmi_timeline_slice_ns(gmi_manager_t *m, const char *kind, const char *name, uint64_t begin_ns, uint64_t end_ns);
+/* a call that has held the manager's lock for a while, by its function */
+void gmi_timeline_held(gmi_manager_t *m, const char *function, uint64_t begin_ns, uint64_t end_ns);
 /* appends the bytes by tier at this moment */
 void gmi_timeline_counters(gmi_manager_t *m);
 void gmi_timeline_poll(gmi_manager_t *m); /* reads the times of slices whose end has been reached */

@@ -546,6 +546,7 @@ const gmi_observer_t gmi_tracer_observer = {
   .span_queued = gmi_timeline_slice,
   .chunk_summed = gmi_tracer_summed,
   .counters_change = gmi_timeline_counters,
+  .lock_held = gmi_timeline_held,
   .update_comes = gmi_tracer_update,
   .update_refused = gmi_tracer_update_refused,
   .piece_begins = gmi_tracer_piece_begin,

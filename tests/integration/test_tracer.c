@@ -1159,6 +1159,38 @@ static void test_timeline_has_ops_moves_waits_and_counters(void) {
   unlink(path);
 }
 
+/* Calls that have the lock for long are shown by their functions: here one that waits for a stream's work. */
+static void test_timeline_has_calls_that_hold_the_lock(void) {
+  char path[4096];
+  unsigned pause = 30000;
+  temporary(path, sizeof path);
+  const gemini_config_t c = config_of(8);
+  net_t n = net_open(&c);
+  gemini_access_t write = ACCESS(n.weight[0], 0, 0, GEMINI_WRITE, 0), read = write;
+  read.mode = GEMINI_READ;
+  read.tier = GEMINI_TIER_HOST;
+  OK(gemini_acquire(n.mgr, &write, 1, n.stream));
+  OK(gemini_stream_call(n.mgr, n.stream, pause_us, &pause));
+  OK(gemini_release(n.mgr, &write, 1, n.stream));
+  OK(gemini_timeline_start(n.mgr, path));
+  OK(gemini_acquire(n.mgr, &read, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(n.mgr, &read, 1, GEMINI_STREAM_CALLER));
+  for (int i = 0; i < 1000; i++) { /* short ones are not shown */
+    gemini_stats_t s = GEMINI_STATS_INIT;
+    OK(gemini_stats(n.mgr, &s));
+  }
+  OK(gemini_timeline_stop(n.mgr));
+  char *text = contents(path, NULL), *call = strstr(text, "\"cat\":\"call\",\"name\":\"gemini_acquire\"");
+  CHECK(call);
+  while (call > text && strncmp(call, "\"dur\":", 6)) call--;
+  CHECK(strtod(call + 6, NULL) > 25000); /* microseconds */
+  CHECK(count_of(text, "\"cat\":\"call\"") < 100);
+  CHECK(strstr(text, "calls that hold the manager's lock"));
+  free(text);
+  net_close(&n);
+  unlink(path);
+}
+
 static void test_explain_length_and_cut(void) {
   gemini_config_t c = config_of(8);
   net_t n = net_open(&c);
@@ -1207,6 +1239,7 @@ int main(int argc, char **argv) {
   RUN(test_new_cut_leaves_zeros_behind_the_last_byte);
   RUN(test_trace_load_bad_file_is_refused);
   RUN(test_timeline_has_ops_moves_waits_and_counters);
+  RUN(test_timeline_has_calls_that_hold_the_lock);
   RUN(test_explain_length_and_cut);
   return check_done();
 }
