@@ -78,9 +78,9 @@ typedef struct stream {
   /* Atomic: the last mark known to be reached. Written under points_lock, with release; pairs with the acquire loads of
    * threads that look without the lock. */
   _Atomic uint64_t reached;
-  /* Atomic, relaxed: a mark that was not reached when the driver was asked, and until when that is the answer for it and
-   * for all later marks. Written under points_lock, unreached first; a thread that reads one of two answers has an older
-   * answer, which is as good. */
+  /* Atomic, relaxed: a mark that was not reached when the driver was asked, and until when that is the answer for it
+   * and for all later marks. Written under points_lock, unreached first; a thread that reads one of two answers has an
+   * older answer, which is as good. */
   _Atomic uint64_t unreached, unreached_until_ns;
   uint64_t noted_ns;             /* when `reached` was last raised: an upper bound of the time of all marks up to it */
   uint64_t timed_mark, timed_ns; /* the highest mark whose time was told, and that time: times never decrease */
