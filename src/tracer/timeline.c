@@ -21,13 +21,16 @@
 #include "base/file_limit.h"
 
 typedef struct {
-  uint8_t type; /* 'X': slice; 'C': counters; 0: lost */
+  uint8_t type; /* 'X': slice; 'F': slice of a function; 'C': counters; 0: lost */
   bool known;   /* begin and end are times; otherwise fences */
   uint16_t track;
   uint32_t name; /* slice: offset of "KIND\1NAME" in gmi_timeline_t.text */
   uint32_t phase;
   uint64_t begin, end;
-  uint64_t values[4]; /* counters: bytes on device, live non-model, host, file */
+  union {
+    uint64_t values[4];   /* counters: bytes on device, live non-model, host, file */
+    const char *function; /* borrowed for good: __func__ or a literal */
+  };
 } event_t;
 
 /* A timeline under recording. Invariant: the times of events below polled are known, or the event is lost. */
@@ -139,8 +142,13 @@ void gmi_timeline_counters(gmi_manager_t *m) {
 
 enum { HELD_NS = 20000 }; /* shorter holds of the lock are not worth an event */
 void gmi_timeline_held(gmi_manager_t *m, const char *function, uint64_t begin_ns, uint64_t end_ns) {
-  if (m->trace.timeline && end_ns - begin_ns >= HELD_NS)
-    add_slice(m, "call", function, begin_ns, end_ns, true, TRACK_CALLS);
+  event_t *e = m->trace.timeline && end_ns - begin_ns >= HELD_NS ? add_event(m->trace.timeline) : NULL;
+  if (!e) return;
+  e->type = 'F';
+  e->known = true;
+  e->begin = begin_ns;
+  e->end = end_ns;
+  e->function = function;
 }
 
 /* Reads the times of recorded slices in order, up to the first whose end has not been reached (block: waits for it).
@@ -247,6 +255,9 @@ static gemini_status_t write_file(gmi_manager_t *m) {
       fputc('"', f);
       if (kind == 2 && !memcmp(text, "op", 2)) fprintf(f, ",\"args\":{\"phase\":\"%s\"}", phases[e->phase]);
       fputc('}', f);
+    } else if (e->type == 'F') {
+      fprintf(f, ",\n{\"ph\":\"X\",\"pid\":1,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f,\"cat\":\"call\",\"name\":\"%s\"}",
+              TRACK_CALLS, ts, (double)(e->end - e->begin) * 1e-3, e->function);
     } else if (e->type == 'C') {
       fprintf(f,
               ",\n{\"ph\":\"C\",\"pid\":1,\"ts\":%.3f,\"name\":\"bytes by tier\",\"args\":{\"device\":%" PRIu64
