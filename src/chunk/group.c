@@ -426,10 +426,10 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
   }
   gmi_unlock(m);
   if (!status) return GEMINI_OK;
+  /* The others may have opened theirs: else they would hear that this rank has left, and not why. */
+  if (c.id) status = gmi_group_breaks_off(g, status);
   gmi_failure_t first;
   gmi_fail_keep(status, &first);
-  /* The others may have opened theirs: else they would hear that this rank has left, and not why. */
-  if (c.id) gmi_group_give_up(g, first.message);
   group_free(g);
   return gmi_fail_again(&first);
 }
