@@ -659,17 +659,31 @@ static void test_plan_slower_than_the_one_before_goes(void) {
   }
 }
 
+/* Steps until no trial is under way: another plan may be sought after 4, 8, 16 and 32 planned ones. A busy machine may
+ * have a plan lose by steps that took longer for no reason of ours. Then no other is ever tried, and another manager
+ * begins anew. */
+static net_t net_open_settled(pace_t *pace, char *said) {
+  for (int attempt = 0; attempt < 10; attempt++) {
+    net_t n = net_open_saying(log_return, said);
+    *said = 0;
+    for (int i = 0; i < 26; i++) paced_step(&n, pace);
+    if (!strstr(said, "comes back")) return n;
+    net_close(&n);
+  }
+  fprintf(stderr, "of 10 managers none kept its newest plan: %s\n", said);
+  exit(1);
+}
 /* Updates on the host that become slow when plans have settled: a plan that has more of them on the device is tried. */
 static void test_later_times_have_another_plan_tried(void) {
-  char said[240] = "";
-  net_t n = net_open_saying(log_return, said);
+  char said[240];
   pace_t pace = { 1000, 0 };
-  for (int i = 0; i < 5; i++) paced_step(&n, &pace);
+  net_t n = net_open_settled(&pace, said);
   const uint64_t pieces = device_pieces(&n), plans = stats_of(&n).plans;
-  CHECK_EQ(plans, 2);
+  CHECK(plans >= 2);
   pace.host_us = 5000;
-  for (int i = 0; i < 20 && stats_of(&n).plans == plans; i++) paced_step(&n, &pace);
-  CHECK_SAYS(said, "plan 3 is tried: with the newest times it predicts a step of ");
+  *said = 0;
+  for (int i = 0; i < 40 && stats_of(&n).plans == plans; i++) paced_step(&n, &pace);
+  CHECK_SAYS(said, " is tried: with the newest times it predicts a step of ");
   CHECK(device_pieces(&n) > pieces);
   for (int i = 0; i < 6; i++) paced_step(&n, &pace);
   CHECK(!strstr(said, "comes back")); /* it is better */
