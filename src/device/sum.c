@@ -7,37 +7,38 @@
 
 #include "base/check.h"
 #include "base/dtype.h"
+#include "base/race.h"
 
 enum { TILE = 256 /* values */ };
 
-static uint32_t bits_of(float value) {
+GMI_UNTOLD static uint32_t bits_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits;
 }
-static float of_bits(uint32_t bits) {
+GMI_UNTOLD static float of_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-static float of_bf16(uint16_t half) { return of_bits((uint32_t)half << 16); }
+GMI_UNTOLD static float of_bf16(uint16_t half) { return of_bits((uint32_t)half << 16); }
 /* Rounds to nearest, ties to even. A NaN keeps its sign and upper bits and becomes quiet: rounding could make it
  * infinite. */
-static uint16_t to_bf16(float value) {
+GMI_UNTOLD static uint16_t to_bf16(float value) {
   uint32_t bits = bits_of(value);
   if (isnan(value)) return (uint16_t)(bits >> 16 | 0x40u);
   return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-static float of_f16(uint16_t half) {
+GMI_UNTOLD static float of_f16(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7FFFu;
   if (magnitude < 0x0400u) return copysignf((float)magnitude * 0x1p-24f, of_bits(sign)); /* zero or subnormal: exact */
   uint32_t exponent = magnitude < 0x7C00u ? 112u : 224u;                                 /* of infinity and NaN: 255 */
   return of_bits(sign | ((magnitude << 13) + (exponent << 23)));
 }
 /* Rounds to nearest, ties to even, also in the range of subnormals, where float adds and rounds by itself. */
-static uint16_t to_f16(float value) {
+GMI_UNTOLD static uint16_t to_f16(float value) {
   uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   if (isnan(value)) return (uint16_t)(sign | 0x7E00u | (magnitude >> 13 & 0x1FFu));
   if (magnitude >= 0x477FF000u) return (uint16_t)(sign | 0x7C00u); /* 65520 and more round to infinity */
@@ -47,7 +48,7 @@ static uint16_t to_f16(float value) {
 }
 
 /* ---- tiles. dtype is not F64. */
-static void load(uint32_t dtype, const unsigned char *from, uint32_t count, float *values_out) {
+GMI_UNTOLD static void load(uint32_t dtype, const unsigned char *from, uint32_t count, float *values_out) {
   uint16_t half;
   for (uint32_t i = 0; i < count; i++) {
     if (dtype == GEMINI_DTYPE_F32) {
@@ -58,7 +59,7 @@ static void load(uint32_t dtype, const unsigned char *from, uint32_t count, floa
     }
   }
 }
-static void store(uint32_t dtype, const float *values, uint32_t count, unsigned char *to) {
+GMI_UNTOLD static void store(uint32_t dtype, const float *values, uint32_t count, unsigned char *to) {
   for (uint32_t i = 0; i < count; i++) {
     if (dtype == GEMINI_DTYPE_F32) {
       memcpy(to + 4 * i, &values[i], 4);
@@ -68,7 +69,7 @@ static void store(uint32_t dtype, const float *values, uint32_t count, unsigned 
     }
   }
 }
-static void combine(uint32_t dtype, gmi_reduce_t reduce, float *values, const float *more, uint32_t count) {
+GMI_UNTOLD static void combine(uint32_t dtype, gmi_reduce_t reduce, float *values, const float *more, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) {
     if (reduce != GMI_REDUCE_MAX) values[i] += more[i];
     else if (isnan(more[i]) || values[i] < more[i]) values[i] = more[i];
@@ -77,8 +78,8 @@ static void combine(uint32_t dtype, gmi_reduce_t reduce, float *values, const fl
   }
 }
 
-static void reduce_tile(uint32_t dtype, gmi_reduce_t reduce, uint32_t ranks, const void *const *from, void *to,
-                        uint64_t first, uint32_t count) {
+GMI_UNTOLD static void reduce_tile(uint32_t dtype, gmi_reduce_t reduce, uint32_t ranks, const void *const *from,
+                                   void *to, uint64_t first, uint32_t count) {
   uint64_t at = first * gmi_dtype_bytes(dtype);
   if (dtype == GEMINI_DTYPE_F64) {
     double values[TILE], more[TILE];
@@ -105,6 +106,8 @@ static void reduce_tile(uint32_t dtype, gmi_reduce_t reduce, uint32_t ranks, con
 void gmi_reduce(uint32_t dtype, gmi_reduce_t reduce, uint32_t ranks, const void *const *from, void *to,
                 uint64_t count) {
   GMI_ASSERT(gmi_dtype_bytes(dtype) && ranks);
+  for (uint32_t r = 0; r < ranks; r++) gmi_reads(from[r], count * gmi_dtype_bytes(dtype));
+  gmi_writes(to, count * gmi_dtype_bytes(dtype));
   for (uint64_t first = 0; first < count; first += TILE) {
     uint64_t left = count - first;
     reduce_tile(dtype, reduce, ranks, from, to, first, left < TILE ? (uint32_t)left : TILE);

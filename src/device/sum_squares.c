@@ -10,18 +10,19 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/race.h"
 #include "device/device.h"
 
 enum { TOGETHER = 8 /* blocks */, TILE = 64 /* values of each that are squared before they are added */ };
 
-static float float_of_bits(uint32_t bits) {
+GMI_UNTOLD static float float_of_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
 /* The absolute value: the square needs no sign. Without branches, so that the compiler can convert several at once. */
-static float magnitude_of_f16(uint16_t half) {
+GMI_UNTOLD static float magnitude_of_f16(uint16_t half) {
   uint32_t magnitude = half & 0x7FFFu, is_tiny = magnitude < 0x0400u ? UINT32_MAX : 0, tiny;
   uint32_t normal = (magnitude << 13) + ((magnitude < 0x7C00u ? 112u : 224u) << 23); /* normal, infinite or NaN */
   float small = (float)(int32_t)magnitude * 0x1p-24f;                                /* zero or subnormal: exact */
@@ -29,7 +30,8 @@ static float magnitude_of_f16(uint16_t half) {
   return float_of_bits((tiny & is_tiny) | (normal & ~is_tiny));
 }
 
-static void squares(const unsigned char *bytes, uint32_t dtype, uint32_t count, double *restrict squares_out) {
+GMI_UNTOLD static void squares(const unsigned char *bytes, uint32_t dtype, uint32_t count,
+                               double *restrict squares_out) {
   switch (dtype) {
   case GEMINI_DTYPE_F32:
     for (uint32_t i = 0; i < count; i++) {
@@ -66,8 +68,8 @@ static void squares(const unsigned char *bytes, uint32_t dtype, uint32_t count, 
 
 /* Sums `blocks` blocks side by side. Values are squared a tile at a time, which the compiler can vectorise; the
  * additions cannot be reordered. blocks is a constant in every call, so its loops are unrolled. */
-static inline void sum_blocks(const unsigned char *bytes, uint32_t dtype, uint64_t count, const uint32_t blocks,
-                              double *sums_out) {
+GMI_UNTOLD static inline void sum_blocks(const unsigned char *bytes, uint32_t dtype, uint64_t count,
+                                         const uint32_t blocks, double *sums_out) {
   double tile[TOGETHER][TILE], sums[TOGETHER] = { 0 };
   for (uint64_t at = 0; at < count; at += TILE) {
     uint32_t size = count - at < TILE ? (uint32_t)(count - at) : TILE;
@@ -81,6 +83,7 @@ static inline void sum_blocks(const unsigned char *bytes, uint32_t dtype, uint64
 
 double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count) {
   double sum;
+  gmi_reads(src, count * gmi_dtype_bytes(dtype));
   sum_blocks(src, dtype, count, 1, &sum);
   return sum;
 }
@@ -88,6 +91,7 @@ double gmi_sum_squares(const void *src, uint32_t dtype, uint64_t count) {
 void gmi_sum_squares_each(const void *src, uint32_t dtype, uint64_t count, uint64_t blocks, double *sums_out) {
   const unsigned char *bytes = src;
   uint64_t b = 0, block_bytes = count * gmi_dtype_bytes(dtype);
+  gmi_reads(src, blocks * block_bytes);
   for (; blocks - b >= TOGETHER; b += TOGETHER)
     sum_blocks(bytes + b * block_bytes, dtype, count, TOGETHER, sums_out + b);
   for (; b < blocks; b++) sum_blocks(bytes + b * block_bytes, dtype, count, 1, sums_out + b);

@@ -14,6 +14,8 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "base/race.h"
+
 #define POLYNOMIAL UINT32_C(0x82f63b78) /* reflected: x^31 is the lowest bit */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -39,12 +41,12 @@ static uint32_t power_of_x(uint64_t bits) {
   return power;
 }
 
-__attribute__((target("sse4.2,pclmul"))) static inline uint64_t shifted(uint32_t crc, uint32_t power) {
+GMI_UNTOLD __attribute__((target("sse4.2,pclmul"))) static inline uint64_t shifted(uint32_t crc, uint32_t power) {
   __m128i product = _mm_clmulepi64_si128(_mm_cvtsi32_si128((int)crc), _mm_cvtsi32_si128((int)power), 0);
   return (uint64_t)_mm_cvtsi128_si64(product);
 }
 
-static inline uint64_t word_at(const uint8_t *bytes) {
+GMI_UNTOLD static inline uint64_t word_at(const uint8_t *bytes) {
   uint64_t word;
   memcpy(&word, bytes, sizeof word);
   return word;
@@ -52,9 +54,8 @@ static inline uint64_t word_at(const uint8_t *bytes) {
 
 /* Sums three neighbouring stretches. The shifted sums of the first two are XORed into the last word of the third, where
  * the instruction reduces them together with it. */
-__attribute__((target("sse4.2,pclmul"), always_inline)) static inline uint64_t three(uint64_t crc, const uint8_t *p,
-                                                                                     size_t stretch_bytes,
-                                                                                     const uint32_t after[2]) {
+GMI_UNTOLD __attribute__((target("sse4.2,pclmul"), always_inline)) static inline uint64_t three(
+    uint64_t crc, const uint8_t *p, size_t stretch_bytes, const uint32_t after[2]) {
   uint64_t second = 0, third = 0;
   const uint8_t *end = p + stretch_bytes - 8;
   for (; p < end; p += 8) {
@@ -68,9 +69,10 @@ __attribute__((target("sse4.2,pclmul"), always_inline)) static inline uint64_t t
   return _mm_crc32_u64(third, word_at(p + 2 * stretch_bytes) ^ others);
 }
 
-__attribute__((target("sse4.2,pclmul"))) uint32_t gmi_crc32c_instruction(uint32_t crc, const void *bytes,
-                                                                         size_t size_bytes) {
+GMI_UNTOLD __attribute__((target("sse4.2,pclmul"))) uint32_t gmi_crc32c_instruction(uint32_t crc, const void *bytes,
+                                                                                    size_t size_bytes) {
   pthread_once(&once, prepare);
+  gmi_reads(bytes, size_bytes);
   const uint8_t *p = bytes;
   uint64_t sum = ~crc;
   for (; size_bytes && (uintptr_t)p % 8; size_bytes--) sum = _mm_crc32_u8((uint32_t)sum, *p++);
@@ -115,8 +117,9 @@ static void prepare(void) {
   best = gmi_crc32c_accelerated() ? gmi_crc32c_instruction : gmi_crc32c_tables;
 }
 
-uint32_t gmi_crc32c_tables(uint32_t crc, const void *bytes, size_t size_bytes) {
+GMI_UNTOLD uint32_t gmi_crc32c_tables(uint32_t crc, const void *bytes, size_t size_bytes) {
   pthread_once(&once, prepare);
+  gmi_reads(bytes, size_bytes);
   const uint8_t *p = bytes;
   uint32_t sum = ~crc;
   for (; size_bytes >= 8; p += 8, size_bytes -= 8) {
