@@ -194,7 +194,7 @@ static void test_speculate_changes_nothing_until_the_commit(void) {
 
 /* Only as many units as there is room for, and the last of them go when somebody else needs room. */
 static void test_speculate_takes_and_gives_back_spare_memory(void) {
-  for (uint64_t spare = 0; spare <= NEW; spare++) {
+  for (uint64_t spare = NEW % check_stride(); spare <= NEW; spare += check_stride()) {
     model_t t = model_of(8, OWN + spare, 1);
     OK(update(&t, SPECULATE, (rule_t){ .salt = 5 }, 0, 0));
     const uint64_t units = spare / 7 < 3 ? spare / 7 : 3, end = units * UNIT + (spare == NEW ? 5120 : 0);
@@ -226,8 +226,9 @@ static int file_of(const model_t *t, int k) {
 /* Each way to write one of the arenas drops the units of the chunk, and no other. */
 static void test_speculate_is_dropped_by_every_write(void) {
   enum { ON_DEVICE, ON_HOST, ZERO, LOAD, UPDATE, WHOLE_ON_DEVICE, WAYS };
+  const int stride = (int)check_stride();
   for (int way = 0; way < WAYS; way++) {
-    for (int k = 0; k < ARENAS; k++) {
+    for (int k = way % stride; k < ARENAS; k += stride) {
       model_t t = model_of(12, OWN + NEW + 2, 2);
       write_part(&t, GRAD, 0, ELEMENTS, 77, DEVICE);
       if (way % 2) { /* the parameters' only bytes are on the device, where acquires need no lock */

@@ -316,7 +316,7 @@ static void test_update_where_files_are_almost_full(void) {
   static const uint32_t sizes[] = { 2, 4, 4, 4 };
   enum { PIECES = 16, CHUNKS = 7 * PIECES, ON_HOST = 16, SPARE = 1 };
   world_t w = world_of(config_of(4, ON_HOST, CHUNKS - ON_HOST + SPARE), sizes, 4, PIECES * 32768);
-  for (uint64_t round = 0; round < 20; round++) {
+  for (uint64_t round = 0; round < check_repetitions(20); round++) {
     rule_t r = rule_of(&w, round);
     OK(rule_submit(&r, 0, 0, GEMINI_UPDATE_LATE, w.stream));
     gemini_access_t one = world_part(w.arena[0], round % PIECES * CHUNK, CHUNK, GEMINI_READ, DEVICE);
