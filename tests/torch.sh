@@ -71,8 +71,8 @@ half() {
 }
 arguments=("$@")
 more=()
-first_half=(training unit misuse views optimizers)
-second_half=(activations checkpoint docs interrupts models numbers random report savers scripted several trainers versions)
+first_half=(training unit misuse views optimizers checkpoint)
+second_half=(activations docs interrupts models numbers random report savers scripted several trainers versions)
 if [[ $name == gpu ]]; then # between the two others: what depends on torch most
   first_half=(training views)
   second_half=(unit numbers random versions)

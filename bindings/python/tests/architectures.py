@@ -712,7 +712,7 @@ def unet_2d():
         sample_size=16,
         in_channels=3,
         out_channels=3,
-        layers_per_block=2,
+        layers_per_block=1,
         block_out_channels=(16, 32, 32),
         norm_num_groups=4,
         attention_head_dim=8,
@@ -727,7 +727,7 @@ def unet_2d_condition():
 
     return diffusers.UNet2DConditionModel(
         sample_size=8,
-        layers_per_block=2,
+        layers_per_block=1,
         block_out_channels=(16, 32),
         norm_num_groups=4,
         cross_attention_dim=16,
@@ -743,7 +743,7 @@ def autoencoder_kl():
 
     return diffusers.AutoencoderKL(
         block_out_channels=(16, 32, 32),
-        layers_per_block=2,
+        layers_per_block=1,
         norm_num_groups=4,
         latent_channels=4,
         sample_size=16,

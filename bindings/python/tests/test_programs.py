@@ -332,23 +332,24 @@ def momentum_forgotten():
     torchrule.TorchRule.step_one = forget
 
 
-DEFECTS = (
-    views_unmanaged,
-    halves_acquired,
-    writes_unnoticed,
-    gradients_replaced,
-    backward_unacquired,
-    clipping_forgotten,
-    state_uncopied,
-    copies_shared,
-    momentum_forgotten,
-)
+# Each with a program that has noticed it, which is tried first.
+DEFECTS = {
+    views_unmanaged: 1,
+    halves_acquired: 1,
+    writes_unnoticed: 36,
+    gradients_replaced: 2,
+    backward_unacquired: 2,
+    clipping_forgotten: 6,
+    state_uncopied: 1,
+    copies_shared: 3,
+    momentum_forgotten: 2,
+}
 
 
 def caught(defect, most=40):
-    """The first program that fails because of a defect, and its verdict."""
+    """A program that fails because of a defect, and its verdict."""
     warm()
-    for seed in range(most):
+    for seed in (DEFECTS[defect], *range(most)):
         program = write(seed)
         verdict = judge(program, defect)
         if verdict.kind and not judge(program).kind:
