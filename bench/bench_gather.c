@@ -31,6 +31,7 @@ enum { GATHER, SUM, KINDS };
 typedef struct {
   uint64_t ranks, chunk, chunks, frames, passes, bucket;
   uint32_t device;
+  bool registers;
 } options_t;
 typedef struct {
   const options_t *o;
@@ -122,6 +123,7 @@ static bool open_rank(rank_t *k, const gemini_group_id_t *id) {
   group.id = id;
   group.rank = k->rank;
   group.ranks = (uint32_t)o->ranks;
+  if (o->registers) group.flags = GEMINI_GROUP_REGISTER;
   group.bucket_bytes = o->bucket;
   k->param = calloc(o->chunks, sizeof *k->param);
   k->grad = calloc(o->chunks, sizeof *k->grad);
@@ -325,6 +327,7 @@ int main(int argc, char **argv) {
     { "chunks", CLI_U64, &o.chunks, "in a pass", 1, 100000, NULL },
     { "frames", CLI_U64, &o.frames, "of the ring; the library has as many beside what its operators use", 1, 1000,
       NULL },
+    { "register", CLI_FLAG, &o.registers, "the frames that the library gathers into, with NCCL", 0, 0, NULL },
     { "bucket", CLI_SIZE, &o.bucket, "of gradients that the library adds together", 0, UINT64_C(1) << 34, NULL },
     { "passes", CLI_U64, &o.passes, "of each kind, by turns; the median counts", 1, PASSES_MAX, NULL },
     { "device", CLI_CHOICE, &o.device, "simulated ones, over shared memory, or GPUs, over NCCL", 0, 0, devices },

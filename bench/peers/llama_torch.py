@@ -128,6 +128,7 @@ arguments.add_argument("--masters", default="fp32", help="likewise")
 arguments.add_argument("--explain", action="store_true")
 arguments.add_argument("--zero", default="auto", choices=["1", "2", "3", "auto"], help="gemini on several processes")
 arguments.add_argument("--rank-order", action="store_true", help="gemini on several GPUs: sums in the order of ranks")
+arguments.add_argument("--register-frames", action="store_true", help="gemini on GPUs: gather into registered memory")
 arguments.add_argument("--deadline", type=float, default=0, help="seconds that gemini waits for another process")
 arguments.add_argument(
     "--limit", type=int, default=1200, help="seconds after which a process that hangs ends; 0: never"
@@ -422,6 +423,7 @@ def main():
             allocator=options.allocator if cuda else None,
             zero=options.zero if options.zero == "auto" else int(options.zero),
             rank_order=options.rank_order,
+            register_frames=options.register_frames,
             deadline=options.deadline,
             speculate=not options.no_speculation,
             units=options.units,

@@ -168,6 +168,17 @@ typedef gemini_status_t (*gemini_comm_poll_fn)(void *user);
  *  not wait. */
 typedef void (*gemini_comm_abort_fn)(void *user, const char *why);
 
+/** Optional, for groups with GEMINI_GROUP_REGISTER; called of the first table only. Gathers, and the broadcasts of what
+ *  they leave over, will often run within these size_bytes bytes of the manager's device, at these addresses, behind
+ *  which the memory stays the same until unregister_memory(). Each rank calls it for itself, by the thread that calls
+ *  collectives or inside a call of the manager. A failure fails nothing: gathers then run at other addresses.
+ *  @param handle_out  what unregister_memory() gets; may stay as it is */
+typedef gemini_status_t (*gemini_comm_register_memory_fn)(void *user, void *memory, uint64_t size_bytes,
+                                                          void **handle_out);
+/** The memory will be freed, or nobody will gather into it any more; no collective of it is under way. It is not called
+ *  after a failure of a function of the table. */
+typedef void (*gemini_comm_unregister_memory_fn)(void *user, void *handle);
+
 enum {
   GEMINI_COMM_QUEUES = 1 /* collectives queue on the stream and return; needs a device with native streams */
 };
@@ -194,10 +205,15 @@ typedef struct gemini_comm {
   gemini_comm_exchange_fn exchange;
   gemini_comm_poll_fn poll;
   gemini_comm_abort_fn abort;
+  gemini_comm_register_memory_fn register_memory; /* both, or with GEMINI_GROUP_REGISTER none may be NULL */
+  gemini_comm_unregister_memory_fn unregister_memory;
 } gemini_comm_t;
-#define GEMINI_COMM_INIT { sizeof(gemini_comm_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+#define GEMINI_COMM_INIT { sizeof(gemini_comm_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 enum {
+  GEMINI_GROUP_REGISTER = 2,  /* over NCCL 2.19 and later, and functions of the caller: the frames into which chunks are
+                               * gathered are registered, which NCCL may copy to faster, by up to a fifth. Each takes
+                               * addresses of its own, no memory, and time at its first gather. No bit depends on it */
   GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in float and in the order of ranks, and rounds once (fp32 sums), with
                                * the same bits in each run and on any number of machines; slower. Over shared memory
                                * that is always so. Without, NCCL adds as fast as it goes: in the type of the

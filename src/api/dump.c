@@ -182,10 +182,10 @@ static void write_groups(gmi_manager_t *m, FILE *file) {
   for (uint32_t i = 0; i < GMI_GROUPS; i++) {
     const gmi_group_t *g = gmi_group_at(m, i);
     if (!g) continue;
-    write_queued(m, file, i, "gathers", &g->gathers_queued);
+    write_queued(m, file, i, "gathers", &g->latest.gathers);
     if (g->held.count)
       fprintf(file, "group %u: gathers of %u chunks are held back, to be queued together\n", i, g->held.count);
-    write_queued(m, file, i, "sums", &g->sums_queued);
+    write_queued(m, file, i, "sums", &g->latest.sums);
     for (uint32_t k = 0; k < GMI_ARENAS; k++) {
       gmi_arena_t *a = gmi_arena_at(m, k);
       if (a && gmi_arena_is_sharded(a) && a->shard.group == i) write_sharded(m, file, a);

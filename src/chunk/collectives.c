@@ -127,7 +127,7 @@ static gemini_status_t queue_held(gmi_manager_t *m, gmi_group_t *g) {
   gemini_status_t status = collective(m, &what);
   if (!status) status = gmi_fence_now(m, g->gather_stream, &end);
   if (status) return gmi_group_breaks_off(g, status);
-  gmi_queued_add(&g->gathers_queued, what.label, count, end);
+  gmi_queued_add(&g->latest.gathers, what.label, count, end);
   m->trace.observer->span_queued(m, "gather", what.label, g->held.begin, end);
   gmi_time_work(m, (gmi_timed_t){ g->held.begin, end, count, NULL, &g->gathers.shortest_ns });
   return GEMINI_OK;
@@ -204,7 +204,7 @@ gemini_status_t gmi_group_gather(gmi_manager_t *m, gmi_group_t *g, void *buffer,
   if (rest_bytes) status = collective(m, &what);
   if (!status) status = gmi_fence_now(m, g->gather_stream, arrive_out);
   if (status) return g->gather.ranks > 1 ? gmi_group_breaks_off(g, status) : status; /* one rank can gather again */
-  gmi_queued_add(&g->gathers_queued, what.label, 1, *arrive_out);
+  gmi_queued_add(&g->latest.gathers, what.label, 1, *arrive_out);
   m->trace.observer->span_queued(m, "gather", what.label, begin, *arrive_out);
   gmi_time_work(m, (gmi_timed_t){ begin, *arrive_out, 1, NULL, &g->gathers.shortest_ns });
   return GEMINI_OK;

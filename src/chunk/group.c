@@ -25,6 +25,7 @@
 #include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
+#include "comm/nccl_library.h"
 #include "core/streams.h"
 #include "gemini/group.h"
 
@@ -168,6 +169,7 @@ static void group_free(gmi_group_t *g) {
   const gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
   gmi_group_check_close(g);
   watch_stop(g);
+  gmi_registered_end(g);
   for (int i = 0; i < 3; i++)
     if (comms[i]->ops) comms[i]->ops->close(comms[i]->self);
   free(g->reports);
@@ -191,8 +193,8 @@ static gemini_status_t streams_open(gmi_manager_t *m, gmi_group_t *g) {
 
 static gemini_status_t check_config(const gemini_group_config_t *c) {
   const int given = !!c->id + !!c->nccl_comms + !!c->comms;
-  if (c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", c->flags & ~(uint32_t)GEMINI_GROUP_RANK_ORDER);
+  const uint32_t unknown = c->flags & ~(uint32_t)(GEMINI_GROUP_RANK_ORDER | GEMINI_GROUP_REGISTER);
+  if (unknown) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", unknown);
   if (c->shard_ranks && c->ranks % c->shard_ranks)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "shard_ranks is %u, must divide ranks, %u", c->shard_ranks, c->ranks);
   if (c->shard_ranks && c->rank >= c->ranks)
@@ -212,6 +214,9 @@ static gemini_status_t shared_join(gmi_manager_t *m, const gemini_group_config_t
                     "groups over shared memory need the simulated device, not device %s, which GEMINI_TRANSPORT_NCCL "
                     "serves",
                     m->device.ops->name);
+  if (c->flags & GEMINI_GROUP_REGISTER)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
+                    "flags has GEMINI_GROUP_REGISTER: groups over shared memory register nothing");
   gemini_status_t status = gmi_comm_shared_join(&names->gather, &config, &g->gather);
   if (!status) return gmi_comm_shared_join(&names->reduce, &config, &g->reduce);
   if (status == GEMINI_ERR_PEER && !c->rank) gmi_comm_shared_id_end(&names->reduce); /* the group is over */
@@ -312,6 +317,10 @@ static gemini_status_t nccl_join(gmi_manager_t *m, const gemini_group_config_t *
                     m->device.ops->name);
   if (names && names->ranks != c->ranks)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "ranks is %u, but id was made for %u", c->ranks, names->ranks);
+  const gmi_nccl_library_t *library = gmi_nccl_library();
+  if (!library) return GEMINI_ERR_UNSUPPORTED;
+  if (c->flags & GEMINI_GROUP_REGISTER && !library->register_memory)
+    return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "flags has GEMINI_GROUP_REGISTER, which needs NCCL 2.19 or later");
   for (int i = 0; !names && i < GEMINI_GROUP_COMMS + hybrid; i++)
     for (int k = 0; k < i; k++)
       if (c->nccl_comms[i] == c->nccl_comms[k])
@@ -356,7 +365,7 @@ static gemini_status_t callers_join(gmi_manager_t *m, const gemini_group_config_
   static const uint32_t needs[] = { GMI_COMM_NEEDS_GATHERS, GMI_COMM_NEEDS_SUMS, GMI_COMM_NEEDS_EXCHANGES };
   gmi_comm_t *const comms[] = { &g->gather, &g->reduce, &g->exchange };
   const bool gpu = m->config.device == GEMINI_DEVICE_CUDA;
-  if (c->flags)
+  if (c->flags & GEMINI_GROUP_RANK_ORDER)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: the functions of comms choose the order of sums", c->flags);
   if (c->deadline_ns)
     return gmi_fail(GEMINI_ERR_INVALID, 0,
@@ -367,7 +376,8 @@ static gemini_status_t callers_join(gmi_manager_t *m, const gemini_group_config_
     snprintf(name, sizeof name, "comms[%d]", i);
     const gmi_comm_listener_t listener = { distrust, g };
     const gmi_comm_config_t config = { c->rank, c->ranks, 0, i == OF_EXCHANGES ? 0 : c->shard_ranks };
-    gemini_status_t status = gmi_comm_caller_open(c->comms[i], needs[i], name, &config, listener, comms[i]);
+    const uint32_t memory = i == OF_GATHERS && c->flags & GEMINI_GROUP_REGISTER ? GMI_COMM_NEEDS_MEMORY : 0;
+    gemini_status_t status = gmi_comm_caller_open(c->comms[i], needs[i] | memory, name, &config, listener, comms[i]);
     if (status) return status;
     if (comms[i]->ops->queues && !gpu)
       return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0,
@@ -403,6 +413,7 @@ static gemini_status_t group_open(gmi_manager_t *m, const gemini_group_config_t 
   g->rank = c.rank;
   g->ranks = c.ranks;
   g->bucket_bytes = c.bucket_bytes;
+  g->registered.wanted = c.flags & GEMINI_GROUP_REGISTER;
   gmi_wait_t wait;
   gmi_wait_for_ranks(m, &wait, "gemini_group_open", c.rank, NULL, NULL);
   status = join(m, &c, g);

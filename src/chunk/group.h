@@ -81,7 +81,14 @@ typedef struct gmi_group {
   struct {
     uint64_t gathers, sums;
   } queued;
-  gmi_queued_t gathers_queued, sums_queued;
+  struct {
+    gmi_queued_t gathers, sums;
+  } latest;
+  struct {       /* chunk/registered.c; at: [capacity], by frame; NULL: none yet */
+    bool wanted; /* frames that are gathered into are registered with the communicator of gathers */
+    struct gmi_registration *at;
+    uint32_t capacity;
+  } registered;
   struct { /* of operators, gemini_group_stats_t; and the latest fences behind sums */
     uint64_t gather_ns, sum_ns;
     gmi_fence_t sum_ends[64];
@@ -106,6 +113,11 @@ gemini_status_t gmi_groups_failure(gmi_manager_t *m);
 /* The same of failures that are known already, for each gather and sum: those of communicators that have to be asked
  * are noticed by the thread that watches them, within 50 ms. */
 gemini_status_t gmi_groups_known(gmi_manager_t *m);
+/* Where a frame is gathered into if the group registers frames; NULL: at the address of its chunk. */
+void *gmi_registered_address(gmi_manager_t *m, gmi_group_t *g, uint32_t frame);
+/* Before a frame is destroyed, when no work uses it; before a group's communicators are closed. */
+void gmi_registered_leave(gmi_manager_t *m, uint32_t frame);
+void gmi_registered_end(gmi_group_t *g);
 /* Queues the gather of a chunk on the group's stream: slices of slice_bytes each, and rest_bytes behind them, which
  * equal slices leave over and which become those of the last rank. name, chunk: of the arena, for messages of this rank
  * and others. *arrive_out is reached when the chunk is complete.

@@ -171,9 +171,11 @@ void gmi_frames_install(gmi_manager_t *m, gmi_cut_t *cut) {
 }
 
 void gmi_frames_free(gmi_manager_t *m) {
-  for (uint32_t i = 0; i < m->frames.capacity; i++)
+  for (uint32_t i = 0; i < m->frames.capacity; i++) {
+    gmi_registered_leave(m, i);
     if (m->frames.at[i].handle)
       m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[i].handle, gmi_frame_bytes(m));
+  }
   free(m->frames.at);
   free(m->frames.unmade);
   m->frames.at = NULL;
@@ -341,6 +343,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count, uint64
     }
     status = gmi_fence_sync(m, m->frames.at[frame].ready);
     if (!status) unmap_from(m, frame); /* a frame must be idle and unmapped everywhere before it is destroyed */
+    if (!status) gmi_registered_leave(m, frame);
     if (!status) {
       status = m->device.ops->memory.frame_destroy(m->device.self, m->frames.at[frame].handle, gmi_frame_bytes(m));
       if (status == GEMINI_ERR_INVALID)

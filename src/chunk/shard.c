@@ -35,14 +35,16 @@ gemini_status_t gmi_gathered_queue(gmi_manager_t *m, gmi_chunk_t *c, bool *queue
 
 /* ---- gather */
 /* Queues the gather of a frame whose own slice is complete behind ready, or holds it back for others. */
-static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, const gmi_own_slice_t *p, gmi_fence_t ready,
-                              gmi_fence_t *arrive_out) {
+static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t frame, const gmi_own_slice_t *p,
+                              gmi_fence_t ready, gmi_fence_t *arrive_out) {
   gmi_group_t *g = p->group;
   const uint64_t element = p->whole->element_bytes, slice = p->slicing.slice * element,
                  rest = p->slicing.rest * element;
   gemini_status_t status = gmi_fence_wait(m, g->gather_stream, ready);
+  void *registered = gmi_registered_address(m, g, frame);
   if (!status)
-    status = gmi_group_gather(m, g, gmi_chunk_device(m, c), slice, rest, p->whole->name, c->index, arrive_out);
+    status = gmi_group_gather(m, g, registered ? registered : gmi_chunk_device(m, c), slice, rest, p->whole->name,
+                              c->index, arrive_out);
   if (status) return status;
   g->queued.gathers = gmi_hash(gmi_hash(g->queued.gathers + 1, p->whole->index), c->index);
   g->gathered_chunks++;
@@ -76,7 +78,7 @@ gemini_status_t gmi_gathered_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh,
     else if (!status) status = gmi_device_zero(m, stream, gmi_chunk_device(m, c), gmi_frame_bytes(m));
     if (!status) status = gmi_fence_now(m, stream, &arrive);
     if (!status && !gathers) gmi_group_sum_delays(m, p.group, ready, arrive);
-    if (!status && gathers) status = gather(m, c, &p, arrive, &arrive);
+    if (!status && gathers) status = gather(m, c, frame, &p, arrive, &arrive);
   }
   if (status) {
     status = gmi_gather_batch_fails(m, p.group, status); /* before marks would queue what is held back */

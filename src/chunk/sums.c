@@ -129,7 +129,7 @@ static gemini_status_t queue_sums(gmi_manager_t *m, const bucket_t *b, gmi_fence
   if (!status) {
     char label[GMI_COMM_LABEL_BYTES];
     snprintf(label, sizeof label, "chunk %u of arena %s", b->chunks[0]->index, whole->name);
-    gmi_queued_add(&g->sums_queued, label, b->count, *end_out);
+    gmi_queued_add(&g->latest.sums, label, b->count, *end_out);
     m->trace.observer->span_queued(m, "sum", label, begin, *end_out);
   }
   if (!status) gmi_time_work(m, (gmi_timed_t){ begin, *end_out, b->count, NULL, &g->sums.shortest_ns });

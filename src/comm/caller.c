@@ -62,6 +62,25 @@ static gemini_status_t call_end(caller_t *c, const call_t *call, gemini_status_t
 static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes, void *stream, const char *label) {
   CALL(c->ranks == 1 || !slice_bytes, all_gather, label, buffer, slice_bytes, stream);
 }
+/* Its failure is no failure of the communicator. */
+static gemini_status_t register_memory(void *self, void *memory, uint64_t bytes, void **handle_out) {
+  caller_t *c = self;
+  gemini_status_t status = gmi_first_failure(&c->failure);
+  if (status) return status;
+  call_t call = call_begin();
+  status = c->table.register_memory(c->table.user, memory, bytes, handle_out);
+  const char *says = gmi_fail_message();
+  if (!strcmp(says, call.before)) says = "";
+  if (!status) return GEMINI_OK;
+  char words[sizeof call.before];
+  snprintf(words, sizeof words, "%s", says); /* which the next line writes over */
+  return gmi_fail(status, 0, "register_memory() of %s returned %d (%s)%s%s", c->name, status,
+                  gemini_status_string(status), *words ? ": " : "", words);
+}
+static void unregister_memory(void *self, void *handle) {
+  caller_t *c = self;
+  if (!gmi_has_failed(&c->failure)) c->table.unregister_memory(c->table.user, handle);
+}
 static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
                                  const char *label) {
   const caller_t *own = self;
@@ -126,17 +145,19 @@ static void caller_close(void *self) {
   free(c);
 }
 
-#define OPS(queues_)                  \
-  { .name = "the caller's functions", \
-    .queues = (queues_),              \
-    .all_gather = all_gather,         \
-    .broadcast = broadcast,           \
-    .reduce_scatter = reduce_scatter, \
-    .all_reduce = all_reduce,         \
-    .exchange = exchange,             \
-    .poll = poll_failure,             \
-    .known = known_failure,           \
-    .abort = abort_here,              \
+#define OPS(queues_)                        \
+  { .name = "the caller's functions",       \
+    .queues = (queues_),                    \
+    .all_gather = all_gather,               \
+    .register_memory = register_memory,     \
+    .unregister_memory = unregister_memory, \
+    .broadcast = broadcast,                 \
+    .reduce_scatter = reduce_scatter,       \
+    .all_reduce = all_reduce,               \
+    .exchange = exchange,                   \
+    .poll = poll_failure,                   \
+    .known = known_failure,                 \
+    .abort = abort_here,                    \
     .close = caller_close }
 static const gmi_comm_ops_t blocking = OPS(false), queueing = OPS(true);
 
@@ -150,7 +171,9 @@ static gemini_status_t check_table(const gemini_comm_t *t, uint32_t needs, const
                     { GMI_COMM_NEEDS_GATHERS, t->broadcast, "broadcast" },
                     { GMI_COMM_NEEDS_SUMS, t->reduce_scatter, "reduce_scatter" },
                     { GMI_COMM_NEEDS_SUMS, t->all_reduce, "all_reduce" },
-                    { GMI_COMM_NEEDS_EXCHANGES, t->exchange, "exchange" } };
+                    { GMI_COMM_NEEDS_EXCHANGES, t->exchange, "exchange" },
+                    { GMI_COMM_NEEDS_MEMORY, t->register_memory, "register_memory" },
+                    { GMI_COMM_NEEDS_MEMORY, t->unregister_memory, "unregister_memory" } };
   if (t->flags & ~(uint32_t)GEMINI_COMM_QUEUES)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "%s: flags has unknown bits %#x", name,
                     t->flags & ~(uint32_t)GEMINI_COMM_QUEUES);

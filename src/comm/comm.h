@@ -57,6 +57,11 @@ typedef struct gmi_comm_ops {
    * queueing a collective takes long. NULL: no faster way is known. */
   gemini_status_t (*all_gathers)(void *self, void *const *buffers, uint32_t count, uint64_t slice_bytes, void *stream,
                                  const char *label);
+  /* Optional, and NULL or not together. Tells the communicator that gathers will often run within these bytes of device
+   * memory, which stay mapped where they are until unregister_memory(). Each rank for itself, between collectives; no
+   * collective of the bytes may be under way when they are unregistered. A failure fails nothing else. */
+  gemini_status_t (*register_memory)(void *self, void *memory, uint64_t bytes, void **handle_out);
+  void (*unregister_memory)(void *self, void *handle);
   /* buffer becomes that of rank `root` on all ranks. */
   gemini_status_t (*broadcast)(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
                                const char *label);
@@ -173,9 +178,10 @@ gemini_status_t gmi_comm_nccl_adopt(void *nccl_comm, const gmi_comm_nccl_config_
  * INVALID: a value of the table is out of range, or one of the functions in needs is NULL; name is the table's, for
  * messages. */
 enum {
-  GMI_COMM_NEEDS_GATHERS = 1,  /* all_gather, broadcast */
-  GMI_COMM_NEEDS_SUMS = 2,     /* reduce_scatter, all_reduce */
-  GMI_COMM_NEEDS_EXCHANGES = 4 /* exchange */
+  GMI_COMM_NEEDS_GATHERS = 1,   /* all_gather, broadcast */
+  GMI_COMM_NEEDS_SUMS = 2,      /* reduce_scatter, all_reduce */
+  GMI_COMM_NEEDS_EXCHANGES = 4, /* exchange */
+  GMI_COMM_NEEDS_MEMORY = 8     /* register_memory, unregister_memory */
 };
 gemini_status_t gmi_comm_caller_open(const gemini_comm_t *table, uint32_t needs, const char *name,
                                      const gmi_comm_config_t *config, gmi_comm_listener_t listener,

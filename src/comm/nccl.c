@@ -242,6 +242,35 @@ static gemini_status_t all_gather(void *self, void *buffer, uint64_t slice_bytes
   return all_gathers(self, &buffer, 1, slice_bytes, stream, label);
 }
 
+static gemini_status_t register_memory(void *self, void *memory, uint64_t bytes, void **handle_out) {
+  nccl_t *n = self;
+  if (!n->library->register_memory) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "this NCCL has no ncclCommRegister");
+  entry_t had = gmi_nccl_enter(n);
+  gemini_status_t status = nccl_begin(n);
+  if (!status) {
+    nccl_result_t result = n->library->register_memory(n->comm, memory, bytes, handle_out);
+    nccl_end(n);
+    if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS)
+      status = gmi_nccl_ready(n, result, "ncclCommRegister", "registering memory");
+    else
+      status = gmi_fail(GEMINI_ERR_DEVICE, result, "ncclCommRegister of %" PRIu64 " bytes: %s", bytes,
+                        n->library->error_string(result));
+  }
+  gmi_nccl_leave(n, had);
+  return status;
+}
+/* An aborted communicator has forgotten it already. */
+static void unregister_memory(void *self, void *handle) {
+  nccl_t *n = self;
+  if (gmi_has_failed(&n->failure)) return;
+  entry_t had = gmi_nccl_enter(n);
+  if (!nccl_begin(n)) {
+    (void)n->library->unregister_memory(n->comm, handle);
+    nccl_end(n);
+  }
+  gmi_nccl_leave(n, had);
+}
+
 static gemini_status_t broadcast(void *self, void *buffer, uint64_t bytes, uint32_t root, void *stream,
                                  const char *label) {
   nccl_t *n = self;
@@ -523,6 +552,8 @@ const gmi_comm_ops_t gmi_nccl_ops = {
   .queues = true,
   .all_gather = all_gather,
   .all_gathers = all_gathers,
+  .register_memory = register_memory,
+  .unregister_memory = unregister_memory,
   .broadcast = broadcast,
   .reduce_scatter = reduce_scatter,
   .reduce_scatters = reduce_scatters,

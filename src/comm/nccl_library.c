@@ -17,6 +17,11 @@ static bool find(const gmi_library_t *library) {
   FIND(error_string, "ncclGetErrorString", )
 #undef FIND
   (void)gmi_library_function(library, "ncclGetLastError", &found.last_error);
+  if (!gmi_library_function(library, "ncclCommRegister", &found.register_memory) ||
+      !gmi_library_function(library, "ncclCommDeregister", &found.unregister_memory)) {
+    found.register_memory = NULL;
+    found.unregister_memory = NULL;
+  }
   int version = 0;
   if (found.version && found.version(&version) != NCCL_SUCCESS) version = 0;
   /* 2.8.4 is 2804, later versions are of the form 21804. */

@@ -82,6 +82,9 @@ typedef struct gmi_nccl_library {
 #undef FIELD
   const char *(*error_string)(nccl_result_t result);
   const char *(*last_error)(nccl_comm_t comm); /* of the process; NULL: this NCCL has none */
+  /* Since 2.19; both NULL: this NCCL has none. The handle is of the communicator. */
+  nccl_result_t (*register_memory)(nccl_comm_t comm, void *memory, size_t size_bytes, void **handle_out);
+  nccl_result_t (*unregister_memory)(nccl_comm_t comm, void *handle);
 } gmi_nccl_library_t;
 
 /* The process's NCCL: libnccl.so.2, as the dynamic linker finds it, so one that is loaded already, such as that of a

@@ -261,6 +261,7 @@ typedef struct gmi_frame {
   uint64_t given;     /* the number of the frame among those that were given back, from 1 */
   gmi_fence_t ready;  /* work behind this fence may overwrite the frame */
   gmi_chunk_t *chunk; /* owner; NULL: the frame is free or belongs to the heap */
+  void *own;          /* an address that maps it until it is destroyed (chunk/registered.c); NULL: it has none */
 } gmi_frame_t;
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */

@@ -273,7 +273,7 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
     return gmi_fail(GEMINI_ERR_DEVICE, result, "cuDeviceGet: %s", gmi_cuda_error_name(driver, result));
   const char *lacking = device_lacks(driver, device);
   if (lacking) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "GPU %u has no %s", config->ordinal, lacking);
-  cu_allocation_t allocation = gmi_cuda_allocation_of(device);
+  cu_allocation_t allocation = gmi_cuda_allocation_of(driver, device);
   size_t granule = 0;
   result = driver->granularity(&granule, &allocation, CU_GRANULARITY_MINIMUM);
   if (result != CU_SUCCESS || !granule || BASE_ALIGN_BYTES % granule)
@@ -288,6 +288,7 @@ static gemini_status_t cuda_open(const gmi_device_config_t *config, void **self_
   cuda->driver = driver;
   cuda->device = device;
   cuda->granule = granule;
+  cuda->allocation = allocation;
   cuda->memory.budget_bytes = config->memory_bytes;
   pthread_mutex_init(&cuda->memory.lock, NULL);
   pthread_mutex_init(&cuda->host.lock, NULL);

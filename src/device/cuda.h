@@ -126,6 +126,7 @@ typedef struct cuda {
    * reached, so that a mark that such an end let through is not taken for reached. */
   _Atomic bool distrusted;
   cu_device_t device;
+  cu_allocation_t allocation; /* of frames */
   uint64_t granule;
 
   struct {
@@ -216,7 +217,7 @@ gemini_status_t gmi_cuda_no_memory(const char *what);
 frame_t *gmi_cuda_frame_named(cuda_t *cuda, uint64_t name);
 gemini_status_t gmi_cuda_reserve(void *self, uint64_t size_bytes, void **base_out);
 gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes);
-cu_allocation_t gmi_cuda_allocation_of(cu_device_t device);
+cu_allocation_t gmi_cuda_allocation_of(const gmi_cuda_driver_t *driver, cu_device_t device);
 gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t *frame_out);
 gemini_status_t gmi_cuda_frame_destroy(void *self, uint64_t name, uint64_t size_bytes);
 gemini_status_t gmi_cuda_map(void *self, void *va, uint64_t name, uint64_t size_bytes);

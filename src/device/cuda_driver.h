@@ -64,6 +64,7 @@ enum {                                            /* CUdevice_attribute */
        CU_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
        CU_ATTRIBUTE_HOST_REGISTER_SUPPORTED = 99,
        CU_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+       CU_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
        CU_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122
 };
 
@@ -74,6 +75,7 @@ enum { CU_EVENT_NO_TIME = 2 };                     /* CUevent_flags: CU_EVENT_DI
 enum { CU_WAIT_VALUE_GEQ = 0 };                    /* CUstreamWaitValue_flags: until (int64_t)(*addr - value) >= 0 */
 enum { CU_GRANULARITY_MINIMUM = 0 };               /* CUmemAllocationGranularity_flags */
 enum { CU_ALLOCATION_PINNED = 1 };                 /* CUmemAllocationType */
+enum { CU_HANDLE_POSIX_FILE_DESCRIPTOR = 1 };      /* CUmemAllocationHandleType */
 enum { CU_LOCATION_DEVICE = 1 };                   /* CUmemLocationType */
 enum { CU_ACCESS_READ_WRITE = 3 };                 /* CUmemAccess_flags */
 enum { CU_HOST_PORTABLE = 1, CU_HOST_MAPPED = 2 }; /* CU_MEMHOSTALLOC_*, CU_MEMHOSTREGISTER_*: the same values */
@@ -84,7 +86,7 @@ typedef struct cu_location { /* CUmemLocation */
 } cu_location_t;
 typedef struct cu_allocation { /* CUmemAllocationProp */
   int type;                    /* CU_ALLOCATION_PINNED */
-  int handle_types;            /* 0: not to be shared between processes */
+  int handle_types;            /* how processes may share it; 0: not at all */
   cu_location_t location;
   void *windows_only;
   unsigned char compression, rdma_capable;

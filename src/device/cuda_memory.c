@@ -200,11 +200,17 @@ gemini_status_t gmi_cuda_unreserve(void *self, void *base, uint64_t size_bytes) 
   return status;
 }
 
-cu_allocation_t gmi_cuda_allocation_of(cu_device_t device) {
+/* Where it can be, memory is made so that another process could map it: NCCL registers no other (group.h). */
+cu_allocation_t gmi_cuda_allocation_of(const gmi_cuda_driver_t *driver, cu_device_t device) {
   cu_allocation_t allocation;
+  int shares = 0;
   memset(&allocation, 0, sizeof allocation);
   allocation.type = CU_ALLOCATION_PINNED;
   allocation.location = (cu_location_t){ CU_LOCATION_DEVICE, device };
+  if (driver->device_attribute(&shares, CU_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, device) ==
+          CU_SUCCESS &&
+      shares)
+    allocation.handle_types = CU_HANDLE_POSIX_FILE_DESCRIPTOR;
   return allocation;
 }
 
@@ -222,9 +228,8 @@ gemini_status_t gmi_cuda_frame_create(void *self, uint64_t size_bytes, uint64_t 
                             sizeof *cuda->memory.frames)) {
     status = gmi_cuda_no_memory("frames");
   } else {
-    cu_allocation_t allocation = gmi_cuda_allocation_of(cuda->device);
     frame_t frame = { .name = cuda->memory.frames_made + 1, .size_bytes = size_bytes };
-    cu_result_t result = cuda->driver->memory_create(&frame.memory, size_bytes, &allocation, 0);
+    cu_result_t result = cuda->driver->memory_create(&frame.memory, size_bytes, &cuda->allocation, 0);
     if (result == CU_SUCCESS) {
       cuda->memory.frames_made++;
       cuda->memory.frames[cuda->memory.frame_count++] = frame;

@@ -179,7 +179,7 @@ OFFSET(gemini_link_stats_t, moved_chunks, 40);
 SIZE(gemini_group_id_t, 512);
 OFFSET(gemini_group_id_t, bytes, 0);
 
-SIZE(gemini_comm_t, 72);
+SIZE(gemini_comm_t, 88);
 OFFSET(gemini_comm_t, struct_size, 0);
 OFFSET(gemini_comm_t, flags, 4);
 OFFSET(gemini_comm_t, user, 8);
@@ -190,6 +190,8 @@ OFFSET(gemini_comm_t, all_reduce, 40);
 OFFSET(gemini_comm_t, exchange, 48);
 OFFSET(gemini_comm_t, poll, 56);
 OFFSET(gemini_comm_t, abort, 64);
+OFFSET(gemini_comm_t, register_memory, 72);
+OFFSET(gemini_comm_t, unregister_memory, 80);
 
 SIZE(gemini_group_config_t, 64);
 OFFSET(gemini_group_config_t, struct_size, 0);
@@ -353,6 +355,7 @@ VALUE(GEMINI_TRANSPORT_SHARED, 0);
 VALUE(GEMINI_TRANSPORT_NCCL, 1);
 VALUE(GEMINI_COMM_QUEUES, 1);
 VALUE(GEMINI_GROUP_RANK_ORDER, 1);
+VALUE(GEMINI_GROUP_REGISTER, 2);
 VALUE(GEMINI_GROUP_COMMS, 3);
 VALUE(GEMINI_GROUP_HYBRID_COMMS, 4);
 VALUE(GEMINI_BINDS_COMPUTE, 0);

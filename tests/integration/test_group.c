@@ -17,18 +17,22 @@
 /* ---- tests */
 /* The process becomes all ranks; each makes its configuration of the group by config_of(user, rank). */
 typedef gemini_group_config_t (*config_fn)(void *user, uint32_t rank);
-static void train_over(const shape_t *shape, config_fn config_of, void *user) {
+typedef void (*rank_fn)(const shape_t *shape, uint32_t rank, gemini_group_config_t group, int fd);
+static void train_as(const shape_t *shape, config_fn config_of, void *user, rank_fn run_rank) {
   int fd = memfd_create("stored", MFD_CLOEXEC);
   pid_t pids[RANKS_MOST];
   for (uint32_t r = 1; r < shape->ranks; r++) {
     pids[r] = fork_child();
     if (pids[r]) continue;
-    train_rank(shape, r, config_of(user, r), fd);
+    run_rank(shape, r, config_of(user, r), fd);
     exit(0);
   }
-  train_rank(shape, 0, config_of(user, 0), fd);
+  run_rank(shape, 0, config_of(user, 0), fd);
   for (uint32_t r = 1; r < shape->ranks; r++) fork_expect_end(pids[r]);
   close(fd);
+}
+static void train_over(const shape_t *shape, config_fn config_of, void *user) {
+  train_as(shape, config_of, user, train_rank);
 }
 static gemini_group_config_t config_of_id(void *user, uint32_t rank) {
   gemini_group_config_t c = GEMINI_GROUP_CONFIG_INIT;
@@ -151,8 +155,13 @@ typedef struct {
   uint32_t rank, ranks;   /* of those that meet */
   uint32_t slice, slices; /* of a chunk: this rank's, and how many */
   uint64_t meetings, calls;
-  uint64_t fail_at; /* the call that fails with IO; 0: none does */
-  bool wrong;       /* adds another value than the other ranks */
+  uint64_t fail_at;                               /* the call that fails with IO; 0: none does */
+  bool wrong;                                     /* adds another value than the other ranks */
+  uint32_t registered, in_registered, refused_at; /* memories now; gathers in one; the call that fails, 0: none does */
+  struct {
+    const unsigned char *memory;
+    uint64_t bytes;
+  } memories[64]; /* with handles from 1; NULL: not registered */
 } table_user_t;
 
 static gemini_status_t table_failure(const char *text) {
@@ -180,9 +189,35 @@ static gemini_status_t bring(table_user_t *u, const void *mine, uint64_t bytes) 
   if (!status && bytes) memcpy(u->area->bytes[u->rank], mine, bytes);
   return status ? status : meet(u);
 }
+static gemini_status_t table_register(void *user, void *memory, uint64_t bytes, void **handle_out) {
+  table_user_t *u = user;
+  if (u->registered + 1 == u->refused_at) return GEMINI_ERR_IO;
+  uint32_t i = 0;
+  while (i < 64 && u->memories[i].memory) i++;
+  CHECK(i < 64 && memory && bytes == WORLD_CHUNK);
+  u->memories[i].memory = memory;
+  u->memories[i].bytes = bytes;
+  u->registered++;
+  *handle_out = (void *)(uintptr_t)(i + 1);
+  return GEMINI_OK;
+}
+static void table_unregister(void *user, void *handle) {
+  table_user_t *u = user;
+  const uintptr_t i = (uintptr_t)handle - 1;
+  CHECK(i < 64 && u->memories[i].memory);
+  (void)*(const volatile unsigned char *)u->memories[i].memory; /* it is there still */
+  u->memories[i].memory = NULL;
+  u->registered--;
+}
+static void look_up(table_user_t *u, const unsigned char *buffer) {
+  for (uint32_t i = 0; i < 64; i++)
+    u->in_registered += u->memories[i].memory && buffer - u->memories[i].memory >= 0 &&
+                        buffer - u->memories[i].memory < (int64_t)u->memories[i].bytes;
+}
 static gemini_status_t table_gather(void *user, void *buffer, uint64_t bytes, void *stream, const char *label) {
   table_user_t *u = user;
   CHECK(!stream && strstr(label, "of arena"));
+  look_up(u, buffer);
   gemini_status_t status = bring(u, (unsigned char *)buffer + u->rank * bytes, bytes);
   for (uint32_t r = 0; r < u->ranks && !status; r++)
     memcpy((unsigned char *)buffer + r * bytes, u->area->bytes[r], bytes);
@@ -192,6 +227,7 @@ static gemini_status_t table_broadcast(void *user, void *buffer, uint64_t bytes,
                                        const char *label) {
   table_user_t *u = user;
   CHECK(!stream && strstr(label, "of arena"));
+  look_up(u, buffer);
   gemini_status_t status = bring(u, buffer, bytes);
   if (!status) memcpy(buffer, u->area->bytes[root], bytes);
   return status;
@@ -255,7 +291,8 @@ typedef struct {
 static gemini_group_config_t config_over(tables_of_t *t, area_t *areas, uint32_t rank, uint32_t ranks, uint32_t table,
                                          uint64_t fail_at) {
   for (uint32_t i = 0; i < GEMINI_GROUP_COMMS; i++) {
-    t->users[i] = (table_user_t){ &areas[i], rank, ranks, rank, ranks, 0, 0, i == table ? fail_at : 0, false };
+    t->users[i] = (table_user_t){ .area = &areas[i], .rank = rank, .ranks = ranks, .slice = rank, .slices = ranks };
+    if (i == table) t->users[i].fail_at = fail_at;
     t->tables[i] = (gemini_comm_t)GEMINI_COMM_INIT;
     t->tables[i].user = &t->users[i];
     if (i == 0) t->tables[i].all_gather = table_gather, t->tables[i].broadcast = table_broadcast;
@@ -301,6 +338,36 @@ static void test_training_over_functions_of_the_caller(void) {
     if (ranks == 2) shape.stage = GEMINI_ZERO_STATES;
     tables_t t = { areas_make(), ranks };
     train_over(&shape, config_of_areas, &t);
+    areas_end(t.areas);
+  }
+  process_check(before);
+}
+
+/* Gathers into frames that the caller's table has been told of, all or some of them. */
+static gemini_group_config_t config_of_registering(void *user, uint32_t rank) {
+  tables_t *t = user;
+  gemini_group_config_t c = config_of_tables(t->areas, rank, t->ranks, 0, 0);
+  own_tables.tables[0].register_memory = table_register;
+  own_tables.tables[0].unregister_memory = table_unregister;
+  if (t->ranks == 3 && rank == 1) own_tables.users[0].refused_at = 4;
+  c.flags = GEMINI_GROUP_REGISTER;
+  return c;
+}
+static void registering_rank(const shape_t *shape, uint32_t rank, gemini_group_config_t group, int fd) {
+  train_rank(shape, rank, group, fd);
+  const table_user_t *u = &own_tables.users[0];
+  if (shape->ranks == 3 && rank == 1) CHECK(u->in_registered > 0 && u->in_registered < u->calls);
+  else CHECK_EQ(u->in_registered, u->calls);
+  CHECK_EQ(u->registered, 0);
+}
+static void test_training_in_memory_that_the_callers_table_knows(void) {
+  process_t before = process_now();
+  for (uint32_t ranks = 2; ranks <= 3; ranks++) {
+    shape_t shape = {
+      .ranks = ranks, .stage = GEMINI_ZERO_PARAMS, .element_bytes = 4, .device_chunks = 40, .host_chunks = 64
+    };
+    tables_t t = { areas_make(), ranks };
+    train_as(&shape, config_of_registering, &t, registering_rank);
     areas_end(t.areas);
   }
   process_check(before);
@@ -834,6 +901,7 @@ int main(void) {
   RUN(test_failing_ranks_are_named_by_all_others);
   RUN(test_a_rank_that_is_missing_at_the_start_is_named_in_time);
   RUN(test_training_over_functions_of_the_caller);
+  RUN(test_training_in_memory_that_the_callers_table_knows);
   RUN(test_replicas_train_over_shared_memory);
   RUN(test_replicas_train_over_functions_of_the_caller);
   RUN(test_replicas_that_part_are_noticed);

@@ -1866,6 +1866,8 @@ static void test_communicators_that_do_not_fit_are_refused(void) {
   c.comms = comms;
   c.flags = GEMINI_GROUP_RANK_ORDER;
   REFUSED(INVALID, "flags is 0x1|order of sums", gemini_group_open, mgr, &c, &out);
+  c.flags = GEMINI_GROUP_REGISTER;
+  REFUSED(INVALID, "comms[0]|register_memory is NULL", gemini_group_open, mgr, &c, &out);
   c.flags = 0;
   c.deadline_ns = 5;
   REFUSED(INVALID, "deadline_ns is 5|0", gemini_group_open, mgr, &c, &out);
@@ -1933,8 +1935,10 @@ static void test_groups_that_are_not_there_are_refused(void) {
   good = c;
   REFUSED(INVALID, "group_out is NULL", gemini_group_open, mgr, &c, NULL);
   REFUSED(INVALID, "config is NULL", gemini_group_open, mgr, NULL, &out);
-  c.flags = 3;
-  REFUSED(INVALID, "flags|0x2", gemini_group_open, mgr, &c, &out);
+  c.flags = 7;
+  REFUSED(INVALID, "flags|0x4", gemini_group_open, mgr, &c, &out);
+  c.flags = GEMINI_GROUP_REGISTER;
+  REFUSED(UNSUPPORTED, "GEMINI_GROUP_REGISTER", gemini_group_open, mgr, &c, &out);
   c = good;
   c.id = NULL;
   REFUSED(INVALID, "id is NULL", gemini_group_open, mgr, &c, &out);

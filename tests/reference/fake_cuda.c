@@ -691,7 +691,10 @@ API cu_result_t cuMemCreate(cu_memory_t *memory_out, size_t size, const cu_alloc
   BEGIN("cuMemCreate", true);
   static const cu_allocation_t zero;
   int device = allocation->location.id;
-  if (!size || size % GRANULE || flags || allocation->type != CU_ALLOCATION_PINNED || allocation->handle_types ||
+  if (!size || size % GRANULE || flags || allocation->type != CU_ALLOCATION_PINNED ||
+      allocation->handle_types & ~CU_HANDLE_POSIX_FILE_DESCRIPTOR ||
+      (allocation->handle_types &&
+       fake_cuda.lacking_attribute == CU_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) ||
       allocation->location.type != CU_LOCATION_DEVICE || device < 0 || device >= fake_cuda.device_count ||
       memcmp(&allocation->windows_only, &zero.windows_only, sizeof zero - offsetof(cu_allocation_t, windows_only)) != 0)
     return end(CU_INVALID_VALUE);
@@ -1159,6 +1162,14 @@ API bool fake_cuda_reachable(const void *address, uint64_t size) {
   bool result = reachable((uintptr_t)address, size);
   pthread_mutex_unlock(&lock);
   return result;
+}
+
+API uint64_t fake_cuda_memory_at(const void *address) {
+  pthread_mutex_lock(&lock);
+  const span_t *mapping = span_of(mappings, (uintptr_t)address);
+  const uint64_t name = mapping ? mapping->memory->base + 1 : 0; /* the first one is named 0 */
+  pthread_mutex_unlock(&lock);
+  return name;
 }
 
 void *fake_cuda_symbol(const char *name) {

@@ -62,6 +62,8 @@ int fake_cuda_kernel(struct cu_stream *stream, bool (*step)(void *user), void *u
 int fake_cuda_device(void);
 /* Can devices reach all of these bytes? */
 bool fake_cuda_reachable(const void *address, uint64_t size);
+/* Names the memory that is mapped at the address; 0: none. */
+uint64_t fake_cuda_memory_at(const void *address);
 
 /* What has been made and not ended, all kinds together; printed by kind to standard error when print. */
 uint64_t fake_cuda_live(bool print);

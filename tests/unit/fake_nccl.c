@@ -67,6 +67,12 @@ typedef struct kernel {
   bool arrived;
 } kernel_t;
 
+typedef struct registration {
+  struct registration *next;
+  uintptr_t base;
+  uint64_t bytes, memory; /* memory: what was mapped there, by its name */
+} registration_t;
+
 struct nccl_comm {
   struct nccl_comm *next;
   group_t *group;
@@ -79,6 +85,7 @@ struct nccl_comm {
   uint64_t number;                      /* of collectives */
   uint32_t max_ctas;                    /* 0: not set */
   uint64_t kernels_queued, kernels_run; /* counts */
+  registration_t *registered;
 };
 
 #define DEFAULTS { 23007, 2, "", NULL, 0, false, false, false }
@@ -91,7 +98,7 @@ static struct nccl_comm *comms;
 static kernel_t *kernels;
 static uint64_t ids;
 static _Atomic uint32_t violations; /* Atomic: counted without the lock, too */
-static uint32_t live;
+static uint32_t live, registered, in_registered, beside_registered;
 static struct {
   const char *name;
   uint32_t calls, max_ctas; /* of the communicator that was used last */
@@ -274,6 +281,18 @@ static kernel_t *kernel_new(struct nccl_comm *comm, cu_stream_t stream) {
 }
 
 /* A call that queues an operation: alone, or as a part of the thread's group. */
+/* With the lock. NCCL would copy to what was mapped at the address when it was registered. */
+static void look_up(const struct nccl_comm *comm, const void *buffer, uint64_t bytes, const char *function) {
+  for (const registration_t *r = comm->registered; r; r = r->next) {
+    const uintptr_t at = (uintptr_t)buffer;
+    if (at >= r->base + r->bytes || r->base >= at + bytes) continue;
+    if (at < r->base || at + bytes > r->base + r->bytes) violation(function, "a part of the buffer is registered");
+    if (fake_cuda_memory_at(buffer) != r->memory) violation(function, "other memory was registered at the address");
+    in_registered++;
+    return;
+  }
+  beside_registered += comm->registered != NULL;
+}
 static nccl_result_t operation(struct nccl_comm *comm, cu_stream_t stream, op_t op, const char *function) {
   pthread_mutex_lock(&lock);
   nccl_result_t result = begin(comm, function);
@@ -284,6 +303,7 @@ static nccl_result_t operation(struct nccl_comm *comm, cu_stream_t stream, op_t 
   uint64_t bytes = op.count * width_of(op.type), all = op.kind <= REDUCE_SCATTER ? (uint64_t)comm->group->ranks : 1;
   const void *buffer = op.kind == ALL_GATHER || op.kind == RECV ? op.to : op.from;
   if (!fake_cuda_reachable(buffer, bytes * all)) violation(function, "the device cannot reach the buffer");
+  look_up(comm, buffer, bytes * all, function);
   if (!both && op.type != NCCL_INT8) violation(function, "not bytes");
   if (!op.count || (!both && (op.peer < 0 || op.peer >= comm->group->ranks || op.peer == comm->rank)))
     violation(function, "no values, or no such peer");
@@ -411,7 +431,14 @@ API nccl_result_t ncclCommFinalize(nccl_comm_t comm) {
   return end(comm, result || comm->blocking ? result : left_to_thread(comm, "ncclCommFinalize"));
 }
 /* With the lock, after begin(). */
+static void forget(registration_t **at) {
+  registration_t *r = *at;
+  *at = r->next;
+  registered--;
+  free(r);
+}
 static nccl_result_t over(nccl_comm_t comm, nccl_result_t result) {
+  while (comm->registered) forget(&comm->registered);
   comm->over = true;
   live--;
   return end(comm, result);
@@ -420,6 +447,7 @@ API nccl_result_t ncclCommDestroy(nccl_comm_t comm) {
   pthread_mutex_lock(&lock);
   nccl_result_t result = begin(comm, "ncclCommDestroy");
   if (!comm->finalized || comm->state == NCCL_IN_PROGRESS) violation("ncclCommDestroy", "it is not finalized");
+  if (comm->registered) violation("ncclCommDestroy", "memory is registered");
   return over(comm, result);
 }
 API nccl_result_t ncclCommAbort(nccl_comm_t comm) {
@@ -432,6 +460,31 @@ API nccl_result_t ncclCommAbort(nccl_comm_t comm) {
     pthread_mutex_lock(&lock);
   }
   return over(comm, result);
+}
+
+API nccl_result_t ncclCommRegister(nccl_comm_t comm, void *memory, size_t bytes, void **handle_out) {
+  pthread_mutex_lock(&lock);
+  nccl_result_t result = begin(comm, "ncclCommRegister");
+  if (!result && !fake_cuda_reachable(memory, bytes)) violation("ncclCommRegister", "the device cannot reach it");
+  registration_t *r = result ? NULL : calloc(1, sizeof *r);
+  if (r) {
+    *r = (registration_t){ comm->registered, (uintptr_t)memory, bytes, fake_cuda_memory_at(memory) };
+    comm->registered = r;
+    registered++;
+    *handle_out = r;
+  }
+  return end(comm, result);
+}
+API nccl_result_t ncclCommDeregister(nccl_comm_t comm, void *handle) {
+  pthread_mutex_lock(&lock);
+  nccl_result_t result = begin(comm, "ncclCommDeregister");
+  registration_t **at = &comm->registered;
+  while (*at && *at != handle) at = &(*at)->next;
+  if (!*at) violation("ncclCommDeregister", "it is not registered");
+  else if (fake_cuda_memory_at((void *)(*at)->base) != (*at)->memory)
+    violation("ncclCommDeregister", "the memory has gone already");
+  if (*at) forget(at);
+  return end(comm, result);
 }
 
 API nccl_result_t ncclAllGather(const void *from, void *to, size_t count, int type, nccl_comm_t comm,
@@ -509,6 +562,8 @@ API void *fake_nccl_symbol(const char *name) {
   FIND(ncclCommFinalize)
   FIND(ncclCommDestroy)
   FIND(ncclCommAbort)
+  FIND(ncclCommRegister)
+  FIND(ncclCommDeregister)
   FIND(ncclAllGather)
   FIND(ncclBroadcast)
   FIND(ncclReduceScatter)
@@ -533,12 +588,16 @@ API void fake_nccl_reset(void) {
   }
   for (struct nccl_comm *c; (c = comms);) {
     comms = c->next;
+    while (c->registered) forget(&c->registered);
     free(c);
   }
   for (kernel_t *k; (k = kernels);) {
     kernels = k->next;
     free(k);
   }
+  registered = 0;
+  in_registered = 0;
+  beside_registered = 0;
   fake_nccl = (fake_nccl_options_t)DEFAULTS;
   fake_nccl_lacking = fail_function = NULL;
   live = 0;
@@ -569,6 +628,24 @@ API uint32_t fake_nccl_max_ctas(const char *function) {
     if (counts[i].name && !strcmp(counts[i].name, function)) most = counts[i].max_ctas;
   pthread_mutex_unlock(&lock);
   return most;
+}
+API uint32_t fake_nccl_in_registered(void) {
+  pthread_mutex_lock(&lock);
+  const uint32_t count = in_registered;
+  pthread_mutex_unlock(&lock);
+  return count;
+}
+API uint32_t fake_nccl_beside_registered(void) {
+  pthread_mutex_lock(&lock);
+  const uint32_t count = beside_registered;
+  pthread_mutex_unlock(&lock);
+  return count;
+}
+API uint32_t fake_nccl_registered(void) {
+  pthread_mutex_lock(&lock);
+  const uint32_t count = registered;
+  pthread_mutex_unlock(&lock);
+  return count;
 }
 API void fake_nccl_async(uint32_t rank, int result) {
   pthread_mutex_lock(&lock);

@@ -33,6 +33,10 @@ void fake_nccl_fail(const char *function, uint32_t call, int result);
 uint32_t fake_nccl_calls(const char *function);
 /* max_ctas of the communicator of the last such call; 0: it has none. */
 uint32_t fake_nccl_max_ctas(const char *function);
+/* Collectives so far of communicators that have registered memory, in it and elsewhere; memories registered now. */
+uint32_t fake_nccl_in_registered(void);
+uint32_t fake_nccl_beside_registered(void);
+uint32_t fake_nccl_registered(void);
 /* From now on ncclCommGetAsyncError() says this of the rank's communicators. */
 void fake_nccl_async(uint32_t rank, int result);
 /* Groups that the thread has begun and not ended. */

@@ -94,7 +94,9 @@ static gemini_comm_t functions(table_t *t) {
                           reduce_fn,
                           exchange_fn,
                           poll_fn,
-                          abort_fn };
+                          abort_fn,
+                          NULL,
+                          NULL };
 }
 static gmi_comm_t open_comm(table_t *t, uint32_t rank, uint32_t ranks) {
   gmi_comm_t comm;

@@ -296,8 +296,9 @@ static void queueing_open(const rank_thread_t *t, queueing_t *qs, gemini_comm_t 
     memcpy(&id, &ids[i], sizeof id);
     memset(&qs[i], 0, sizeof qs[i]);
     CHECK_EQ(gmi_comm_nccl_join(&id, &config, &qs[i].comm), GEMINI_OK);
-    tables[i] = (gemini_comm_t){ sizeof tables[i], GEMINI_COMM_QUEUES, &qs[i],     q_all_gather, q_broadcast,
-                                 q_reduce_scatter, q_all_reduce,       q_exchange, q_poll,       q_abort };
+    tables[i] =
+        (gemini_comm_t){ sizeof tables[i], GEMINI_COMM_QUEUES, &qs[i], q_all_gather, q_broadcast, q_reduce_scatter,
+                         q_all_reduce,     q_exchange,         q_poll, q_abort,      NULL,        NULL };
   }
 }
 static void trains_over_functions(rank_thread_t *t) {
@@ -324,6 +325,64 @@ static void test_training_over_functions_that_queue(void) {
   ids_make();
   const gemini_group_config_t group = GEMINI_GROUP_CONFIG_INIT;
   run(shape_of(SANITIZED ? 2 : 3, GEMINI_ZERO_PARAMS, 4), group, trains_over_functions);
+  fakes_end();
+}
+
+/* ---- frames that are registered with the communicator of gathers */
+static void test_gathers_into_registered_frames_have_the_bits_of_the_model(void) {
+  fakes_begin();
+  shape_t shape =
+      shape_of(3, GEMINI_ZERO_PARAMS, 2); /* of three: equal slices leave values over, which are broadcast */
+  run_over_nccl(shape, GEMINI_GROUP_REGISTER | GEMINI_GROUP_RANK_ORDER, LONG_NS, trains);
+  CHECK(fake_nccl_in_registered() > 0 && fake_nccl_calls("ncclBroadcast") > 0);
+  CHECK_EQ(fake_nccl_beside_registered(), 0);
+  CHECK_EQ(fake_nccl_calls("ncclCommRegister"), fake_nccl_calls("ncclCommDeregister"));
+  CHECK(fake_nccl_calls("ncclCommRegister") <= shape.ranks * shape.device_chunks); /* once for each frame */
+  fakes_end();
+}
+
+/* Frames that are destroyed are not registered any more, and frames made later are. */
+static void gives_frames_back(rank_thread_t *t) {
+  rank_t *k = malloc(sizeof *k);
+  const uint64_t chunk = chunk_of(&t->shape);
+  CHECK(k);
+  rank_open(k, &t->shape, t->rank, t->group);
+  for (uint32_t n = 0; n < 2; n++) CHECK_OK(step(k, n, true));
+  CHECK_OK(gemini_stream_synchronize(k->w.mgr, k->w.stream));
+  pthread_barrier_wait(&barrier);
+  const uint32_t all = fake_nccl_registered(), gathers = fake_nccl_in_registered();
+  pthread_barrier_wait(&barrier);
+  CHECK(all > 0);
+  CHECK_OK(gemini_budget_set(k->w.mgr, GEMINI_TIER_DEVICE, 10 * chunk));
+  pthread_barrier_wait(&barrier);
+  const uint32_t fewer = fake_nccl_registered();
+  CHECK(fewer < all);
+  CHECK_OK(gemini_budget_set(k->w.mgr, GEMINI_TIER_DEVICE, t->shape.device_chunks * chunk));
+  pthread_barrier_wait(&barrier);
+  for (uint32_t n = 2; n < 5; n++) CHECK_OK(step(k, n, true));
+  CHECK_OK(gemini_stream_synchronize(k->w.mgr, k->w.stream));
+  pthread_barrier_wait(&barrier);
+  CHECK(fake_nccl_registered() > fewer && fake_nccl_in_registered() > gathers);
+  CHECK_EQ(atomic_load(&k->wrong), 0);
+  pthread_barrier_wait(&barrier);
+  rank_close(k);
+  free(k);
+}
+static void test_frames_that_are_given_back_are_not_registered(void) {
+  fakes_begin();
+  run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), GEMINI_GROUP_REGISTER, LONG_NS, gives_frames_back);
+  CHECK_EQ(fake_nccl_beside_registered(), 0);
+  fakes_end();
+}
+
+/* One rank cannot register its fourth frame: its later gathers run at the chunks' addresses. */
+static void test_a_frame_that_cannot_be_registered_costs_no_bits(void) {
+  fakes_begin();
+  fake_nccl_fail("ncclCommRegister", 3, 2);
+  run_over_nccl(shape_of(2, GEMINI_ZERO_PARAMS, 4), GEMINI_GROUP_REGISTER, LONG_NS, trains);
+  CHECK(fake_nccl_in_registered() > 0);
+  CHECK(fake_nccl_beside_registered() > 0);
+  CHECK_EQ(fake_nccl_calls("ncclCommDeregister"), fake_nccl_calls("ncclCommRegister") - 1);
   fakes_end();
 }
 
@@ -697,6 +756,15 @@ static void test_groups_that_do_not_fit_the_gpu_are_refused(void) {
   c.rank = 2;
   REFUSED(GEMINI_ERR_INVALID, "rank is 2");
   c.rank = 0;
+  c.flags = GEMINI_GROUP_REGISTER << 1 | GEMINI_GROUP_RANK_ORDER;
+  REFUSED(GEMINI_ERR_INVALID, "flags has unknown bits 0x4");
+  c.flags = GEMINI_GROUP_REGISTER;
+  fake_nccl_lacking = "ncclCommRegister";
+  gmi_nccl_library_replace(fake_nccl_symbol);
+  REFUSED(GEMINI_ERR_UNSUPPORTED, "flags has GEMINI_GROUP_REGISTER, which needs NCCL 2.19 or later");
+  fake_nccl_lacking = NULL;
+  gmi_nccl_library_replace(NULL);
+  c.flags = 0;
   c.deadline_ns = SHORT_NS / 3;
   REFUSED(GEMINI_ERR_PEER, THIRD_WORDS);
   CHECK_EQ(fake_cuda_live(false), live);
@@ -788,6 +856,9 @@ int main(void) {
   RUN(test_replicas_over_the_callers_communicators);
   RUN(test_training_over_the_callers_communicators);
   RUN(test_training_over_functions_that_queue);
+  RUN(test_gathers_into_registered_frames_have_the_bits_of_the_model);
+  RUN(test_frames_that_are_given_back_are_not_registered);
+  RUN(test_a_frame_that_cannot_be_registered_costs_no_bits);
   RUN(test_a_rank_that_stops_is_noticed_at_the_deadline);
   RUN(test_gathers_that_fail_together_fail_the_group);
   RUN(test_an_acquire_that_lacks_room_halfway_fails_the_group);

@@ -64,6 +64,7 @@ UPDATE_LATE, UPDATE_SPECULATE, UPDATE_COMMIT, UPDATE_PART = 1, 2, 4, 8
 TRANSPORT_SHARED = 0
 TRANSPORT_NCCL = 1
 GROUP_RANK_ORDER = 1
+GROUP_REGISTER = 2
 COMM_QUEUES = 1
 ZERO_AUTO, ZERO_STATES, ZERO_GRADIENTS, ZERO_PARAMS = range(4)
 REASON_ALL = 2**32 - 1
@@ -333,6 +334,8 @@ AllReduceFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_uint32, 
 ExchangeFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_char_p)
 PollFn = ctypes.CFUNCTYPE(c_int32, c_void_p)
 AbortFn = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
+RegisterMemoryFn = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, POINTER(c_void_p))
+UnregisterMemoryFn = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 
 
 class Comm(_Sized):
@@ -347,6 +350,8 @@ class Comm(_Sized):
         ("exchange", ExchangeFn),
         ("poll", PollFn),
         ("abort", AbortFn),
+        ("register_memory", RegisterMemoryFn),
+        ("unregister_memory", UnregisterMemoryFn),
     ]
 
 

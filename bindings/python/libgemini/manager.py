@@ -454,6 +454,7 @@ class Manager:
         shard_ranks: int = 0,
         bucket_bytes: int = 0,
         comms: typing.Sequence[abi.Comm] = (),
+        register: bool = False,
     ) -> int:
         """Joins a group. Blocks until all ranks have.
 
@@ -472,6 +473,7 @@ class Manager:
             comms: The caller's own functions, three tables, for gathers, sums and exchanges; see gemini_comm_t. Their
                 functions end their waits and choose the order of sums themselves, so deadline and rank_order are left
                 out. The manager keeps the structs.
+            register: Over NCCL 2.19 and later, and over comms: register the frames into which chunks are gathered.
 
         Returns:
             The group's handle. It ends with the manager, or by group_close().
@@ -481,7 +483,7 @@ class Manager:
         """
         tables = (ctypes.POINTER(abi.Comm) * len(comms))(*map(ctypes.pointer, comms))
         config = abi.GroupConfig(
-            flags=abi.GROUP_RANK_ORDER if rank_order else 0,
+            flags=(abi.GROUP_RANK_ORDER if rank_order else 0) | (abi.GROUP_REGISTER if register else 0),
             rank=rank,
             ranks=ranks,
             id=None if name is None else ctypes.pointer(abi.GroupId.from_buffer_copy(name)),

@@ -164,6 +164,7 @@ def init(
     zero: int | str = 3,
     deadline: float = 0.0,
     rank_order: bool = False,
+    register_frames: bool = False,
     shard_size: int | None = None,
     units: str = "auto",
     speculate: bool = True,
@@ -227,6 +228,8 @@ def init(
             round the sums once (fp32 sums), with the same bits in each run; slower. False: as fast as NCCL goes, in an
             order that it chooses and in the gradients' dtype (bf16 sums of bfloat16 gradients). On the simulated device
             sums are always in fp32 and in rank order.
+        register_frames: With several processes on GPUs: register the memory into which parameters are gathered with
+            NCCL, 2.19 or later, which may gather faster. Takes time in the first steps. No bit depends on it.
         shard_size: With several processes: how many of them, such as those of a machine, divide the model among
             themselves (hybrid sharding): the first so many, the next ones, and so on. Each such replica has the whole
             model, and gradients are added over all. It divides the number of processes. None: all of them.
@@ -269,10 +272,13 @@ def init(
     backend = "cpu:gloo,cuda:nccl" if cuda and transport == "torch" else "gloo"
     process_group, shard_size = _ranks.find(process_group, shard_size, backend)
     if cuda and transport == "torch" and process_group is not None:
-        if rank_order or allocator not in (None, "torch"):
-            what = "rank_order is True" if rank_order else f"allocator is {allocator!r}"
+        if rank_order or register_frames or allocator not in (None, "torch"):
+            asked = "rank_order" if rank_order else "register_frames" if register_frames else ""
+            what = f"{asked} is True" if asked else f"allocator is {allocator!r}"
             raise GeminiError(
-                f'{what}: with transport="torch" on GPUs want rank_order=False, allocator="torch"', "INVALID"
+                f'{what}: with transport="torch" on GPUs want rank_order=False, register_frames=False, '
+                'allocator="torch"',
+                "INVALID",
             )
         allocator = "torch"  # a collective that allocates must not ask the session, which is within the call
     allocator = _allocator.choose(allocator, cuda)  # before the GPU is asked anything
@@ -317,6 +323,7 @@ def init(
             zero=_ZERO_AUTO if isinstance(zero, str) else zero,
             deadline=deadline,
             rank_order=rank_order,
+            register_frames=register_frames,
             shard_size=shard_size,
             units=units,
             speculate=speculate,

@@ -569,6 +569,7 @@ class Ranks:
         stage: int,
         deadline: float,
         rank_order: bool,
+        register_frames: bool,
         shard_size: int = 0,
         bucket_size: int = 0,
         transport: str = "auto",
@@ -580,6 +581,7 @@ class Ranks:
             stage: 1, 2, 3 or abi.ZERO_AUTO.
             deadline: Seconds to wait for a rank that makes no progress. 0: 10, over NCCL 60.
             rank_order: Over NCCL: whether sums are in the order of ranks.
+            register_frames: Over NCCL: whether it registers the frames that are gathered into.
             shard_size: Ranks of a replica; 0: all.
             bucket_size: Bytes of gradients that are added in one call; 0: chosen.
             transport: As of init().
@@ -627,6 +629,7 @@ class Ranks:
                 self.shard_size,
                 bucket_size or min(BUCKET_BYTES, min(budget for _, budget in theirs) // BUCKET_PARTS),
                 comms,
+                register_frames and bool(session.cuda) and self.transport is None,
             )
         except BaseException:
             self.disconnect()
