@@ -828,8 +828,9 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
  *  The file must stay as it is, as long as ranges have its bytes. A file that was replaced under its name does; one
  *  that has another size or time of modification is not read any more: uses of the range fail with GEMINI_ERR_FORMAT.
  *  @param access  object and range; mode and tier are ignored
- *  @param fd  a regular file; it may be closed afterwards. At most 256 files are borrowed by a manager
+ *  @param fd  a regular file; it may be closed afterwards. Ranges of at most 256 files are borrowed at once
  *  @param fd_offset  byte offset in the file; of any alignment
+ *  @retval GEMINI_ERR_INVALID  fd is not of a regular file, or ranges of 256 other files are borrowed; nothing changed
  *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it that still has its
  *           bytes there; nothing changed
  *  @retval GEMINI_ERR_IO  the file cannot be looked at, or opened for reading; nothing changed

@@ -468,15 +468,23 @@ gemini_status_t gemini_arena_create(gemini_manager_t mgr, const gemini_arena_con
 }
 
 /* Fails with BUSY if something uses the chunks of an arena. */
-static gemini_status_t chunks_unused(const gmi_arena_t *a, uint32_t count) {
+static gemini_status_t chunks_kept(const gmi_arena_t *a, uint32_t count) {
   for (uint32_t i = 0; i < count; i++) {
-    const gmi_chunk_t *c = &a->chunks[i];
-    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_loading(c) || gmi_chunk_is_pinned(c))
+    if (gmi_chunk_is_pinned(&a->chunks[i]))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
-    if (gmi_chunk_in_graphs(c))
+    if (gmi_chunk_in_graphs(&a->chunks[i]))
       return gmi_fail(GEMINI_ERR_BUSY, 0, "arena %s is used in a graph: destroy the graph first", a->name);
   }
   return GEMINI_OK;
+}
+static gemini_status_t chunks_unused(const gmi_arena_t *a, uint32_t count) {
+  gemini_status_t status = chunks_kept(a, count);
+  for (uint32_t i = 0; !status && i < count; i++) {
+    const gmi_chunk_t *c = &a->chunks[i];
+    if (gmi_chunk_device_users(c) || gmi_chunk_host_users(c) || gmi_chunk_is_loading(c))
+      status = gmi_fail(GEMINI_ERR_BUSY, 0, "a range of arena %s is acquired or pinned", a->name);
+  }
+  return status;
 }
 
 /* Forgets the arena's bytes and tensors, frees it, and with it its slices. Nothing uses it. */
@@ -508,13 +516,16 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
                     (unsigned long long)lease.key.size, (unsigned long long)lease.key.offset, a->name);
   gemini_status_t status = gmi_updates_queue(m, NULL); /* no piece that is left may name the arena */
   if (status) return status;
-  gmi_specs_drop(m); /* some may name the arena */
-  gmi_workers_drain(m, NULL);
   status = gmi_tensors_kill(m, a);
   if (status) return status;
+  if (gmi_arena_has_chunks(a)) status = chunks_kept(a, atomic_load(&a->chunk_count));
+  if (!status) {
+    gmi_specs_drop(m); /* some may name the arena */
+    gmi_workers_drain(m, NULL);
+  }
   /* After the kill no acquire without the lock can begin. One that was released before the kill may still hold chunks,
    * as release_whole() drops the tensor's user first: so the chunks are checked last. */
-  if (gmi_arena_has_chunks(a)) status = chunks_unused(a, atomic_load(&a->chunk_count));
+  if (!status && gmi_arena_has_chunks(a)) status = chunks_unused(a, atomic_load(&a->chunk_count));
   if (!status && gmi_arena_is_sharded(a)) status = gmi_slices_unused(m, a);
   else if (!status && a->store != a->index)
     status = gmi_gradients_drop(m, a); /* parameters whose bytes hold gradients become zeros: their values are lost */

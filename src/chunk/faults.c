@@ -29,7 +29,18 @@ static entry_t entries[ENTRIES];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards what follows, and writing to the table */
 static uint32_t managers;                                /* open ones with the flag */
-static struct sigaction before;                          /* the handler that was there; read by the handler */
+/* The handlers that were there when ours was installed, the oldest first; read by the handler. They are several where
+ * the program has installed one over ours, which calls ours, and ours was installed again over that. */
+enum { INSTALLED_MOST = 8 };
+static struct sigaction before[INSTALLED_MOST];
+static uint32_t installed;
+
+/* The latest call of the handler, for telling whether it is called once more for the same fault, by a handler that is
+ * in before[]. Not thread-local, as that may allocate. Atomic: another thread's fault in between costs a round. */
+static struct {
+  _Atomic uintptr_t info, frame;
+  _Atomic uint32_t depth;
+} latest;
 
 /* ---- a text without stdio */
 typedef struct {
@@ -109,26 +120,42 @@ static void explain(const entry_t *e, uint64_t address) {
   (void)written;
 }
 
+/* The same fault has the same record, further down the stack; another one, after a handler that has jumped out of the
+ * fault before it, has neither or both at the same place. */
+static uint32_t depth_of(const siginfo_t *info) {
+  const uintptr_t record = (uintptr_t)info, frame = (uintptr_t)__builtin_frame_address(0);
+  const bool again = atomic_load(&latest.info) == record && frame < atomic_load(&latest.frame);
+  const uint32_t depth = again ? atomic_load(&latest.depth) + 1 : 0;
+  atomic_store(&latest.info, record);
+  atomic_store(&latest.frame, frame);
+  atomic_store(&latest.depth, depth);
+  return depth;
+}
+static void call_before(const struct sigaction *handler, int signal_number, siginfo_t *info, void *context) {
+  if (handler && handler->sa_flags & SA_SIGINFO) {
+    handler->sa_sigaction(signal_number, info, context);
+  } else if (!handler || handler->sa_handler == SIG_DFL || handler->sa_handler == SIG_IGN) {
+    /* The access is repeated on return, and the default action taken where it is. */
+    signal(signal_number, SIG_DFL);
+    if (info->si_code <= 0) raise(signal_number);
+  } else {
+    handler->sa_handler(signal_number);
+  }
+}
 static void on_fault(int signal_number, siginfo_t *info, void *context) {
   int saved = errno;
+  const uint32_t depth = depth_of(info);
   uint64_t address = (uint64_t)(uintptr_t)info->si_addr;
   bool sent = info->si_code <= 0; /* by a process, not by an access: it has no address */
-  for (uint32_t i = 0; !sent && i < ENTRIES; i++) {
+  for (uint32_t i = 0; !sent && !depth && i < ENTRIES; i++) {
     uint64_t base = atomic_load_explicit(&entries[i].base, memory_order_acquire);
     if (!base || address < base || address >= atomic_load(&entries[i].end)) continue;
     explain(&entries[i], address);
     break;
   }
   errno = saved;
-  if (before.sa_flags & SA_SIGINFO) {
-    before.sa_sigaction(signal_number, info, context);
-  } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
-    /* The access is repeated on return, and the default action taken where it is. */
-    signal(signal_number, SIG_DFL);
-    if (sent) raise(signal_number);
-  } else {
-    before.sa_handler(signal_number);
-  }
+  call_before(depth < installed ? &before[installed - 1 - depth] : NULL, signal_number, info, context);
+  atomic_store(&latest.info, 0); /* over; and this call's frame is above those of the handlers that it has called */
 }
 
 static void fork_prepare(void) { pthread_mutex_lock(&lock); }
@@ -147,9 +174,10 @@ gemini_status_t gmi_faults_open(gmi_manager_t *m) {
   struct sigaction action = { .sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK }, now;
   /* A handler of ours that is still there, because another one was installed over it, already has its `before`. */
   bool there = !sigaction(SIGSEGV, NULL, &now) && now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_fault;
-  if (!managers && !there) {
-    before = now;
-    if (sigaction(SIGSEGV, &action, NULL)) status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, errno, "no handler of SIGSEGV");
+  if (!managers && !there && installed < INSTALLED_MOST) {
+    before[installed++] = now;
+    if (sigaction(SIGSEGV, &action, NULL))
+      installed--, status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, errno, "no handler of SIGSEGV");
   }
   managers += !status;
   pthread_mutex_unlock(&lock);
@@ -166,7 +194,7 @@ void gmi_faults_close(gmi_manager_t *m) {
   bool last = !--managers;
   /* A handler that was installed since stays, and may call ours, which stays in memory with the library. */
   if (last && !sigaction(SIGSEGV, NULL, &now) && now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_fault)
-    (void)sigaction(SIGSEGV, &before, NULL);
+    (void)sigaction(SIGSEGV, &before[--installed], NULL);
   pthread_mutex_unlock(&lock);
   m->arenas.explained = false;
 }

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/check.h"
 #include "chunk/heap_internal.h"
 
 typedef gmi_heap_node_t node_t;
@@ -338,6 +339,14 @@ bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *bl
   return true;
 }
 
+void gmi_heap_mark(gmi_heap_t *heap, uint64_t offset) {
+  node_t *node = &heap->nodes[heap->buckets[bucket_find(heap, offset / GMI_HEAP_ALIGN)]];
+  GMI_ASSERT(node->state == GMI_HEAP_LIVE && node->first == offset / GMI_HEAP_ALIGN);
+  heap->blocks_marked += !node->marked;
+  node->marked = true;
+}
+uint64_t gmi_heap_marked(const gmi_heap_t *heap) { return heap->blocks_marked; }
+
 static gmi_heap_tag_t tag_join(const gmi_heap_t *heap, gmi_heap_tag_t a, gmi_heap_tag_t b) {
   return memcmp(&a, &b, sizeof a) ? heap->join(heap->user, a, b) : a;
 }
@@ -363,6 +372,8 @@ bool gmi_heap_free(gmi_heap_t *heap, uint64_t offset, gmi_heap_tag_t tag) {
   node_t *node = &heap->nodes[index];
   pages_leave(heap, node);
   heap->blocks_used--;
+  heap->blocks_marked -= node->marked;
+  node->marked = false;
   heap->units_used -= node->units;
   node->tag = tag;
   uint32_t below = node->below, above = node->above;

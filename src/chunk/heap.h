@@ -51,6 +51,9 @@ void gmi_heap_destroy(gmi_heap_t *heap); /* NULL is accepted */
 gemini_status_t gmi_heap_alloc(gmi_heap_t *heap, uint64_t size_bytes, uint32_t stream, gmi_heap_block_t *block_out);
 /* Finds the live block that starts at offset; false when none does. */
 bool gmi_heap_find(const gmi_heap_t *heap, uint64_t offset, gmi_heap_block_t *block_out);
+/* Marks the live block that starts at offset, until it is freed; gmi_heap_marked() counts those. */
+void gmi_heap_mark(gmi_heap_t *heap, uint64_t offset);
+uint64_t gmi_heap_marked(const gmi_heap_t *heap);
 /* Frees the block that starts at offset; false, and nothing changed, when none does. tag: the work after which the
  * bytes may be reused. */
 bool gmi_heap_free(gmi_heap_t *heap, uint64_t offset, gmi_heap_tag_t tag);

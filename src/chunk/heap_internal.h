@@ -25,7 +25,8 @@ typedef struct gmi_heap_node {
   uint32_t below, above; /* neighbours by address, 0: none; they make merging on free constant time */
   uint32_t prev, next;   /* free: links of its class's list; spare: next only */
   uint32_t state;
-  uint32_t reserved;
+  bool marked; /* only of a live block */
+  bool reserved[3];
 } gmi_heap_node_t;
 
 typedef struct gmi_heap_page {
@@ -54,7 +55,7 @@ struct gmi_heap {
   gmi_heap_page_t *pages; /* grows as pages are used: those from page_count on have no user and no cover */
   uint64_t page_count;
 
-  uint64_t pages_used, units_used, blocks_used;
+  uint64_t pages_used, units_used, blocks_used, blocks_marked;
   uint64_t row_map; /* bit per row with a free block; column_map: bit per class of a row; heads: the classes' lists */
   uint32_t column_map[GMI_HEAP_ROWS];
   uint32_t heads[GMI_HEAP_ROWS][GMI_HEAP_COLUMNS];

@@ -17,6 +17,7 @@
 #include <stdlib.h>
 
 #include "base/fork.h"
+#include "chunk/heap.h"
 #include "chunk/hook.h"
 #include "chunk/nonmodel.h"
 #include "core/manager.h"
@@ -136,6 +137,7 @@ gemini_status_t gemini_hook_clear(gemini_manager_t mgr) {
 /* Order: no new allocations come (serving), then no new calls enter (manager), then the present ones leave (users),
  * then the put-aside frees are carried out, and what is still live is remembered. Frees that come between the second
  * and the last step are counted (late). */
+static void drain(gmi_manager_t *m, bool may_block);
 void gmi_hook_close(gmi_manager_t *m) {
   if (atomic_load(&entries[m->identity.entry].manager) != m) return;
   pthread_mutex_lock(&table_lock);
@@ -143,8 +145,9 @@ void gmi_hook_close(gmi_manager_t *m) {
   pthread_mutex_unlock(&table_lock);
   atomic_store(&entries[m->identity.entry].manager, NULL);
   while (atomic_load(&entries[m->identity.entry].users)) sched_yield();
-  gmi_lock(m, "gemini_manager_close"); /* taking the lock drains put-aside frees, except those that would block */
-  uint64_t waiting = atomic_load(&m->hook.waiting), live = m->hook.live > waiting ? m->hook.live - waiting : 0;
+  gmi_lock(m, "gemini_manager_close");
+  drain(m, true);
+  uint64_t live = m->nonmodel.heap ? gmi_heap_marked(m->nonmodel.heap) : 0;
   gmi_unlock(m);
   left_t *l = live ? malloc(sizeof *l) : NULL, *unused = NULL;
   pthread_mutex_lock(&table_lock);
@@ -204,8 +207,7 @@ static gemini_status_t free_one(gmi_manager_t *m, void *ptr, void *native, bool 
   uint32_t stream;
   gemini_status_t status = gmi_stream_of_native(m, native, may_block, &stream);
   if (!status) status = gmi_nonmodel_free(m, ptr, stream) ? GEMINI_OK : GEMINI_ERR_INVALID;
-  if (!status) m->hook.live -= m->hook.live > 0; /* the pointer may come from gemini_alloc(), which is not counted */
-  else if (status != GEMINI_ERR_BUSY) tell(m);
+  if (status && status != GEMINI_ERR_BUSY) tell(m);
   return status;
 }
 
@@ -265,7 +267,7 @@ static gemini_status_t hook_alloc(gmi_manager_t *m, uint64_t size, void *native,
   gemini_status_t status = gmi_stream_of_native(m, native, true, &stream);
   if (!status) status = gmi_nonmodel_alloc(m, size, stream, ptr_out);
   if (status) return status;
-  m->hook.live++;
+  gmi_heap_mark(m->nonmodel.heap, (uint64_t)((uint8_t *)*ptr_out - m->nonmodel.base));
   /* Stored before the pointer is returned: a thread that frees it has synchronized with this one, and finds the
    * entry. */
   if (!lies_in(m->identity.entry, *ptr_out)) {

@@ -200,7 +200,8 @@ gemini_status_t gmi_nonmodel_alloc(gmi_manager_t *m, uint64_t size, uint32_t str
   status = back_block(m, &block, stream);
   if (status) {
     gmi_heap_free(m->nonmodel.heap, block.offset, block.tag);
-    return status;
+    /* The words of the frame that was lacking count the block, and ask for one frame of it. */
+    return status == GEMINI_ERR_OOM_DEVICE && !gmi_fail_code() ? gmi_oom_device(m, size) : status;
   }
   uint64_t bytes = gmi_heap_bytes_used(m->nonmodel.heap);
   gmi_stat_set(&m->stats.nonmodel_bytes, bytes);

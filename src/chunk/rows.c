@@ -39,6 +39,10 @@ static gemini_status_t check(const gemini_access_t *table, uint64_t row_bytes, u
                     "row_bytes is %" PRIu64 " and the table has %" PRIu64
                     " bytes: must be a number of whole rows, not 0",
                     row_bytes, table->size_bytes);
+  if (table->offset_bytes > UINT64_MAX - table->size_bytes)
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "the table's offset_bytes is %" PRIu64 " and its size_bytes %" PRIu64 ": it ends beyond 2^64",
+                    table->offset_bytes, table->size_bytes);
   if (index_bytes != 4 && index_bytes != 8)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "index_bytes is %" PRIu32 ", must be 4 or 8", index_bytes);
   if (row_count > GMI_BATCH_LIMIT)

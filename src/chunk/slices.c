@@ -106,8 +106,9 @@ gemini_status_t gmi_slices_unused(gmi_manager_t *m, gmi_arena_t *a) {
     return gmi_fail(GEMINI_ERR_BUSY, 0, "gradients of arena %s hold their parameters' bytes: update first", a->name);
   const gmi_arena_t *slices = gmi_arena_slices(m, a);
   for (uint32_t i = 0; slices->store == slices->index && i < atomic_load(&slices->chunk_count); i++)
-    if (gmi_chunk_in_use(&slices->chunks[i]) || gmi_chunk_is_loading(&slices->chunks[i]))
-      return gmi_fail(GEMINI_ERR_BUSY, 0, "a slice of arena %s is acquired", a->name);
+    if (gmi_chunk_in_use(&slices->chunks[i]) || gmi_chunk_is_loading(&slices->chunks[i]) ||
+        gmi_chunk_is_pinned(&slices->chunks[i]))
+      return gmi_fail(GEMINI_ERR_BUSY, 0, "a slice of arena %s is acquired or pinned", a->name);
   return GEMINI_OK;
 }
 

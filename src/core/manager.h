@@ -421,7 +421,7 @@ typedef struct gmi_manager {
     _Atomic uint32_t waiting; /* Atomic: entries of frees; written under hook.lock. Relaxed: a missed free is carried
                                * out by a later holder of the manager's lock */
     uint32_t stream;          /* index of the stream that the last call named */
-    uint64_t clock, live;     /* number of calls that changed the stream; allocations not yet freed */
+    uint64_t clock;           /* number of calls that changed the stream */
     bool warned;              /* a failure has been logged */
   } hook;
 

@@ -30,6 +30,8 @@ typedef struct {
   struct stat then; /* when it was borrowed first */
   int fd;
   uint32_t engine_file;
+  uint32_t pieces;   /* of blocks, that are of this file */
+  atomic_uint reads; /* Atomic: requests under way. Released when one is over: then the record may be another file's */
   char name[128];
 } file_t;
 
@@ -46,7 +48,7 @@ struct gmi_borrowed {
 typedef struct {
   gmi_request_t io; /* first, so that the engine's request leads to this record */
   gmi_borrowed_read_t *of;
-  const file_t *file;
+  file_t *file;
 } part_t;
 struct gmi_borrowed_read {
   gmi_block_request_t *request;
@@ -56,6 +58,7 @@ struct gmi_borrowed_read {
   atomic_uint failed;      /* Atomic: number of a part that failed, from 1 on; 0: none. Ordered by `left` */
   gemini_status_t refusal; /* OK, or why nothing is read: the message is the request's */
   int refusal_code;        /* the native one of the refusal */
+  uint32_t count;          /* of parts that are submitted */
   part_t parts[];
 };
 
@@ -98,33 +101,42 @@ static bool is_unchanged(const struct stat *a, const struct stat *b) {
   return a->st_size == b->st_size && a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
 }
 
-/* Opens the file anew: the caller may close its descriptor, and may have opened it with O_DIRECT. */
+/* Opens the file anew, in a record that has none (fd < 0) or one that nobody uses: the caller may close its descriptor,
+ * and may have opened it with O_DIRECT. */
 static gemini_status_t open_file(gmi_borrowed_t *b, int fd, const struct stat *now, file_t *file) {
-  char link[64];
+  char link[64], name[sizeof file->name];
   snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  file->then = *now;
-  ssize_t length = readlink(link, file->name, sizeof file->name - 1);
-  file->name[length > 0 ? length : 0] = 0;
+  ssize_t length = readlink(link, name, sizeof name - 1);
+  name[length > 0 ? length : 0] = 0;
   gmi_fork_hold();
-  do file->fd = b->sys->open(link, O_RDONLY | O_CLOEXEC, 0);
-  while (file->fd < 0 && errno == EINTR);
+  int opened;
+  do opened = b->sys->open(link, O_RDONLY | O_CLOEXEC, 0);
+  while (opened < 0 && errno == EINTR);
   int error = errno;
-  gmi_fork_close(file->fd);
+  gmi_fork_close(opened);
   gmi_fork_let();
-  if (file->fd < 0)
-    return gmi_fail(GEMINI_ERR_IO, error, "%s cannot be opened for reading: %s", file->name, strerror(error));
-  gemini_status_t status = gmi_engine_file_add(b->engine, file->fd, false, &file->engine_file);
-  if (!status) return GEMINI_OK;
-  close_file(b, file->fd);
-  return status;
+  if (opened < 0) return gmi_fail(GEMINI_ERR_IO, error, "%s cannot be opened for reading: %s", name, strerror(error));
+  gemini_status_t status = GEMINI_OK;
+  if (file->fd < 0) status = gmi_engine_file_add(b->engine, opened, false, &file->engine_file);
+  else gmi_engine_file_change(b->engine, file->engine_file, opened);
+  if (status) {
+    close_file(b, opened);
+    return status;
+  }
+  if (file->fd >= 0) close_file(b, file->fd);
+  file->fd = opened;
+  file->then = *now;
+  memcpy(file->name, name, sizeof name);
+  return GEMINI_OK;
 }
 
-/* Does a block have a range of the file? */
-static bool is_in_use(const gmi_borrowed_t *b, uint32_t file) {
-  for (uint32_t i = 0; i < b->block_count; i++)
-    for (uint32_t k = 0; k < b->blocks[i].count; k++)
-      if (b->blocks[i].pieces[k].file == file) return true;
-  return false;
+/* A file of which no block has a range and no request reads, or NULL. */
+static file_t *idle_file(const gmi_borrowed_t *b, uint32_t *index_out) {
+  for (uint32_t i = 0; i < b->file_count; i++) {
+    *index_out = i;
+    if (!b->files[i]->pieces && !atomic_load_explicit(&b->files[i]->reads, memory_order_acquire)) return b->files[i];
+  }
+  return NULL;
 }
 
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *b, int fd, uint64_t end, uint32_t *file_out) {
@@ -143,15 +155,21 @@ gemini_status_t gmi_borrowed_file(gmi_borrowed_t *b, int fd, uint64_t end, uint3
   while (i-- > 0) {
     if (!is_same(&b->files[i]->then, &now)) continue;
     *file_out = i;
-    if (!is_unchanged(&b->files[i]->then, &now) && is_in_use(b, i))
+    if (!is_unchanged(&b->files[i]->then, &now) && b->files[i]->pieces)
       return gmi_fail(GEMINI_ERR_FORMAT, 0, "%s was changed since a range of it was borrowed", b->files[i]->name);
     b->files[i]->then = now;
     return GEMINI_OK;
   }
+  file_t *idle = idle_file(b, file_out);
+  if (idle) return open_file(b, fd, &now, idle);
+  if (b->file_count == GMI_ENGINE_FILES_LIMIT)
+    return gmi_fail(GEMINI_ERR_INVALID, 0, "ranges of %d files are borrowed, the limit is %d", GMI_ENGINE_FILES_LIMIT,
+                    GMI_ENGINE_FILES_LIMIT);
   file_t **files = gmi_array_room(b->files, b->file_count, &b->file_capacity, sizeof *files);
   if (files) b->files = files;
   file_t *file = files ? calloc(1, sizeof *file) : NULL;
   if (!file) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the table of borrowed files");
+  file->fd = -1;
   gemini_status_t status = open_file(b, fd, &now, file);
   if (status) {
     free(file);
@@ -200,11 +218,13 @@ gemini_status_t gmi_borrowed_take(gmi_borrowed_t *b, uint32_t from, uint32_t fil
   *block_out = b->free | GMI_BLOCK_BORROWED;
   b->free = block->next;
   *block = (block_t){ .pieces = pieces, .count = count };
+  for (uint32_t i = 0; i < count; i++) b->files[pieces[i].file]->pieces++;
   return GEMINI_OK;
 }
 
 void gmi_borrowed_give(gmi_borrowed_t *b, uint32_t block) {
   block_t *record = block_of(b, block);
+  for (uint32_t i = 0; i < record->count; i++) b->files[record->pieces[i].file]->pieces--;
   free(record->pieces);
   *record = (block_t){ .next = b->free };
   b->free = block & ~GMI_BLOCK_BORROWED;
@@ -216,7 +236,7 @@ static void part_done(gmi_request_t *io) {
   gmi_borrowed_read_t *r = part->of;
   gmi_block_request_t *request = r->request;
   if (io->status) atomic_store(&r->failed, (uint32_t)(part - r->parts) + 1);
-  if (atomic_fetch_sub(&r->left, 1) > 1) return;
+  if (atomic_fetch_sub(&r->left, 1) > 1) return; /* the last one lets all files go: messages name them */
   const uint32_t failed = atomic_load(&r->failed);
   request->io.status = r->refusal;
   request->io.native_code = r->refusal_code;
@@ -230,6 +250,7 @@ static void part_done(gmi_request_t *io) {
              (unsigned long long)part->io.offset_bytes, part->file->name,
              part->io.native_code && !*part->io.detail ? strerror(part->io.native_code) : part->io.detail);
   }
+  for (uint32_t i = 0; i < r->count; i++) atomic_fetch_sub_explicit(&r->parts[i].file->reads, 1, memory_order_release);
   free(r);
   request->done(request);
 }
@@ -274,6 +295,7 @@ void gmi_borrowed_submit(gmi_borrowed_t *b, gmi_borrowed_read_t *r, gmi_block_re
    * the caller's submit. */
   const uint32_t count = r->refusal ? 1 : block->count;
   atomic_init(&r->left, count);
+  r->count = count;
   uint64_t at = 0;
   for (uint32_t i = 0; i < count; i++) {
     const piece_t *piece = &block->pieces[i];
@@ -282,6 +304,7 @@ void gmi_borrowed_submit(gmi_borrowed_t *b, gmi_borrowed_read_t *r, gmi_block_re
     at = piece->at + piece->size;
     part->of = r;
     part->file = b->files[piece->file];
+    atomic_fetch_add_explicit(&part->file->reads, 1, memory_order_relaxed);
     part->io = (gmi_request_t){ .buffer = buffer + piece->at,
                                 .size_bytes = r->refusal ? 0 : piece->size,
                                 .offset_bytes = piece->offset,

@@ -22,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/check.h"
 #include "base/file_limit.h"
 #include "base/status.h"
 #include "io/backend.h"
@@ -132,6 +133,15 @@ gemini_status_t gmi_engine_file_add(gmi_engine_t *engine, int fd, bool direct, u
   if (e->backend->file_add) e->backend->file_add(e, file);
   *file_out = file;
   return GEMINI_OK;
+}
+
+void gmi_engine_file_change(gmi_engine_t *e, uint32_t file, int fd) {
+  pthread_mutex_lock(&e->lock);
+  GMI_ASSERT(file < e->file_count);
+  e->files[file].fd = fd;
+  e->files[file].alignment_bytes = 1;
+  pthread_mutex_unlock(&e->lock);
+  if (e->backend->file_add) e->backend->file_add(e, file);
 }
 
 gemini_status_t gmi_engine_buffer_add(gmi_engine_t *engine, void *base, uint64_t size_bytes) {

@@ -73,6 +73,9 @@ void gmi_engine_close(gmi_engine_t *engine);
  * reference to the open file until the engine is closed. direct: it was opened with O_DIRECT. INVALID:
  * GMI_ENGINE_FILES_LIMIT is reached. Threads: any. */
 gemini_status_t gmi_engine_file_add(gmi_engine_t *engine, int fd, bool direct, uint32_t *file_out);
+/* Another descriptor takes the place of one that was registered, of which no request is under way; the engine lets that
+ * one go. Not direct. Threads: any. */
+void gmi_engine_file_change(gmi_engine_t *engine, uint32_t file, int fd);
 /* Registers memory that will hold buffers, so that the kernel need not pin pages with each transfer. Call it for each
  * range as it is committed: its pages are touched and pinned now. INVALID: the memory overlaps a registered buffer. A
  * refusal by the system (RLIMIT_MEMLOCK, number of buffers) is no failure: transfers work without. Threads: any, not in

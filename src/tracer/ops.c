@@ -22,6 +22,10 @@ static void op_drop(gmi_tracer_t *t) {
   const gmi_trace_op_t *op = &t->record.ops[--t->record.op_count];
   t->record.use_count = op->use_first;
   pthread_mutex_unlock(&t->touch_lock);
+  /* Another thread's updates may have come while it was open: they come after the op before it now. */
+  for (uint32_t i = t->record.update_count; i-- > 0 && t->record.updates[i].after_op > t->record.op_count;)
+    t->record.updates[i].after_op = t->record.op_count;
+  if (!t->record.op_count && t->record.update_count) t->record_lost = true; /* there is no such op */
   t->now.chosen = false;
   gmi_op_name_drop(t->names, op->name);
 }
@@ -36,6 +40,8 @@ static void op_take_back(gmi_manager_t *m) {
   t->departed = before->departed;
   t->active = before->active;
   m->stats.departures = before->departures;
+  for (uint32_t i = before->updates; !t->record_lost && i < t->record.update_count; i++)
+    gmi_tracer_compare_update(m, i);
   gmi_nvtx_pop();
 }
 
@@ -63,7 +69,9 @@ static gemini_status_t op_record(gmi_manager_t *m, const char *name, gemini_stre
   if (!status) status = gmi_gathers_may_go_on(t->gathers);
   if (!status) status = gmi_gathered_leave(m, false);
   if (status) return status;
-  t->now.before_op = (comparison_t){ .departed = t->departed, .active = t->active, .departures = m->stats.departures };
+  t->now.before_op = (comparison_t){
+    .departed = t->departed, .active = t->active, .departures = m->stats.departures, .updates = t->record.update_count
+  };
   memcpy(t->now.before_op.agrees, t->agrees, sizeof t->agrees);
   const variant_t *v = chosen ? NULL : gmi_tracer_active_variant(t);
   const char *expected = v && t->op_index < v->trace.op_count ? v->trace.ops[t->op_index].name : NULL;

@@ -192,12 +192,24 @@ void gmi_timeline_poll(gmi_manager_t *m) {
 }
 
 /* Writes text as the content of a JSON string; leaves out the separator \1. */
+/* Bytes of a character of UTF-8 that begins here; 0: none does (RFC 3629, section 4). */
+static int utf8_bytes(const unsigned char *s) {
+  const int bytes = s[0] < 0x80 ? 1 : s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
+  for (int i = 1; i < bytes; i++)
+    if ((s[i] & 0xC0) != 0x80) return 0; /* the NUL ends it, too */
+  const bool too_long = (s[0] == 0xE0 && s[1] < 0xA0) || (s[0] == 0xF0 && s[1] < 0x90);
+  const bool none = (s[0] == 0xED && s[1] > 0x9F) || (s[0] == 0xF4 && s[1] > 0x8F); /* surrogates; above U+10FFFF */
+  return too_long || none ? 0 : bytes;
+}
+/* Names are any bytes, JSON is UTF-8: what is none becomes U+FFFD. */
 static void write_text(FILE *f, const char *text) {
-  for (; *text; text++) {
-    unsigned char c = (unsigned char)*text;
-    if (c == '"' || c == '\\') fputc('\\', f);
-    if (c >= ' ') fputc(c, f);
-    else if (c != 1) fprintf(f, "\\u%04x", c);
+  for (const unsigned char *s = (const unsigned char *)text; *s;) {
+    const int bytes = utf8_bytes(s);
+    if (*s == '"' || *s == '\\') fputc('\\', f);
+    if (!bytes) fputs("\\ufffd", f);
+    else if (*s >= ' ') fwrite(s, 1, (size_t)bytes, f);
+    else if (*s != 1) fprintf(f, "\\u%04x", *s);
+    s += bytes ? bytes : 1;
   }
 }
 

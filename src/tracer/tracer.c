@@ -196,6 +196,17 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   return GEMINI_OK;
 }
 
+void gmi_tracer_compare_update(gmi_manager_t *m, uint32_t index) {
+  gmi_tracer_t *t = m->trace.tracer;
+  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
+    const gmi_trace_t *other = &t->variants[i].trace;
+    if (t->agrees[i])
+      t->agrees[i] =
+          index < other->update_count && gmi_tracer_same_update(&t->record.updates[index], &other->updates[index]);
+  }
+  if (t->active != GMI_NONE && !t->agrees[t->active]) gmi_tracer_choose_active(m, NULL);
+}
+
 /* Records an update that is about to be accepted, and compares it like an op. agreed keeps the state before, for
  * gmi_tracer_update_refused(). */
 void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint32_t *index_out) {
@@ -211,12 +222,7 @@ void gmi_tracer_update(gmi_manager_t *m, const gmi_trace_update_t *update, uint3
   record->after_op = gmi_tracer_ops(t);
   uint32_t index = t->record.update_count - 1;
   memcpy(t->agreed, t->agrees, sizeof t->agreed);
-  for (uint32_t i = 0; i < GMI_VARIANTS; i++) {
-    gmi_trace_t *other = &t->variants[i].trace;
-    if (t->agrees[i])
-      t->agrees[i] = index < other->update_count && gmi_tracer_same_update(record, &other->updates[index]);
-  }
-  if (t->active != GMI_NONE && !t->agrees[t->active]) gmi_tracer_choose_active(m, NULL);
+  gmi_tracer_compare_update(m, index);
   *index_out = index;
 }
 

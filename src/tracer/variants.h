@@ -112,6 +112,7 @@ typedef struct {
   bool agrees[GMI_VARIANTS], departed;
   uint32_t active;
   uint64_t departures;
+  uint32_t updates; /* of the record, which were compared */
 } comparison_t;
 
 /* State of the tracer. Guarded by the manager's lock; op_open and the arrays of record are also written under
@@ -190,6 +191,8 @@ static inline uint32_t gmi_tracer_ops(const gmi_tracer_t *t) { return t->record.
 
 /* tracer/tracer.c */
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t);
+/* Compares an update of the record with those of the variants. */
+void gmi_tracer_compare_update(gmi_manager_t *m, uint32_t index);
 
 /* tracer/ops.c */
 /* At the end of an iteration: has the variant know the chosen ops, if one was larger than all before. */

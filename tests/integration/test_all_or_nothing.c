@@ -549,6 +549,48 @@ static void test_checkpoint_without_room_is_oom_file(void) {
   CHECK_EQ(rmdir(dir), 0);
 }
 
+/* ---- an operator that could not begin, while another thread's updates come */
+static gemini_arena_t updated;
+static _Atomic bool over; /* Atomic: tells the other thread to end */
+static void nothing(void *user, const gemini_update_span_t *span) { (void)user, (void)span; }
+static void *updates(void *user) {
+  const uint32_t mode = BOTH;
+  while (!atomic_load(&over)) {
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.arenas = &updated;
+    u.modes = &mode;
+    u.arena_count = 1;
+    u.fn = nothing;
+    u.flags = GEMINI_UPDATE_LATE;
+    CHECK_OK(gemini_update(((world_t *)user)->mgr, &u));
+    nanosleep(&(struct timespec){ 0, 20000 }, NULL);
+  }
+  return NULL;
+}
+static void test_an_operator_that_could_not_begin_leaves_updates_behind_the_one_before(void) {
+  world_t w = world_open(world_config(4, 32, 0));
+  gemini_tensor_t large = world_tensor(&w, world_arena(&w, GEMINI_KIND_PARAM, 4, "large", 0, 0), "large", 8 * W);
+  updated = world_arena(&w, GEMINI_KIND_OTHER, 4, "updated", 0, 0);
+  (void)world_tensor(&w, updated, "small", 1024);
+  pthread_t thread;
+  CHECK(!pthread_create(&thread, NULL, updates, &w));
+  const uint32_t iterations = check_repetitions(2000);
+  for (uint32_t i = 0; i < iterations; i++) {
+    CHECK_OK(gemini_iteration_begin(w.mgr));
+    if (i % 2) {
+      CHECK_OK(gemini_op_begin(w.mgr, "first", w.stream));
+      CHECK_OK(gemini_op_end(w.mgr));
+    }
+    gemini_access_t all = world_whole(large, BOTH, DEVICE);
+    CHECK_STATUS(gemini_op_begin_with(w.mgr, "second", w.stream, &all, 1), GEMINI_ERR_OOM_DEVICE);
+    CHECK_OK(gemini_iteration_end(w.mgr));
+  }
+  atomic_store(&over, true);
+  CHECK(!pthread_join(thread, NULL));
+  CHECK_EQ(world_stats(&w).iterations, iterations);
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_zero_without_room_for_a_part_of_a_chunk_zeroes_nothing);
   RUN(test_free_without_room_for_a_part_of_a_chunk_frees_nothing);
@@ -563,5 +605,6 @@ int main(void) {
   RUN(test_load_that_does_not_fit_loads_nothing);
   RUN(test_load_of_a_chunk_whose_update_waits_loads_nothing);
   RUN(test_checkpoint_without_room_is_oom_file);
+  RUN(test_an_operator_that_could_not_begin_leaves_updates_behind_the_one_before);
   return check_done();
 }

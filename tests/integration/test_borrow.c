@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "../process.h"
 #include "world.h"
 
 #define OK(call) CHECK_OK(call)
@@ -338,6 +339,54 @@ static void test_random_calls_have_the_bytes_of_one_array(void) {
   for (uint64_t seed = 0; seed < check_repetitions(40); seed++) random_calls(seed, seed % 2 ? 30 : 0);
 }
 
+/* As many files as one likes, one after the other: those of which nothing is borrowed any more are let go. */
+static void test_any_number_of_files_one_after_the_other(void) {
+  enum { MORE = 300 };
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", CHUNK), kept = world_tensor(&w, arena, "kept", CHUNK);
+  gemini_access_t all = world_whole(t, 0, 0), other = world_whole(kept, 0, 0);
+  int fd = file_of(CHUNK + 5);
+  OK(gemini_borrow(w.mgr, &other, fd, 5));
+  close(fd);
+  const int before = process_now().fds;
+  for (int i = 0; i < MORE; i++) {
+    fd = file_of(CHUNK + 100 + (uint64_t)i);
+    OK(gemini_zero(w.mgr, &all));
+    OK(gemini_borrow(w.mgr, &all, fd, 100 + (uint64_t)i));
+    close(fd);
+    if (i % 50 == 0) CHECK(reads_file(&w, t, 0, CHUNK, 100 + (uint64_t)i, HOST));
+  }
+  CHECK(reads_file(&w, t, 0, CHUNK, 100 + MORE - 1, HOST));
+  CHECK(reads_file(&w, kept, 0, CHUNK, 5, HOST));
+  CHECK(process_now().fds <= before + 1);
+  world_close(&w);
+}
+/* And no more than 256 at once. */
+static void test_too_many_files_at_once_are_refused(void) {
+  enum { MOST = 256, HALF = MOST / 2 };
+  world_t w = world_open(world_config(4, 8, 0));
+  static const char *const names[] = { "first", "second", "third" };
+  gemini_tensor_t t[3]; /* in three arenas, which have room for 256 chunks each */
+  for (int i = 0; i < 3; i++) {
+    gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, names[i], 0, 0);
+    t[i] = world_tensor(&w, arena, names[i], (uint64_t)HALF * CHUNK);
+  }
+  for (uint64_t i = 0; i <= MOST; i++) {
+    gemini_access_t part = world_part(t[i / HALF], i % HALF * CHUNK, CHUNK, 0, 0);
+    int fd = file_of(CHUNK + i);
+    if (i < MOST) {
+      OK(gemini_borrow(w.mgr, &part, fd, i));
+    } else {
+      CHECK_STATUS(gemini_borrow(w.mgr, &part, fd, i), GEMINI_ERR_INVALID);
+      CHECK_SAYS(world_error().message, "ranges of 256 files are borrowed, the limit is 256");
+    }
+    close(fd);
+  }
+  CHECK(reads_file(&w, t[1], (HALF - 1) * (uint64_t)CHUNK, CHUNK, MOST - 1, HOST));
+  world_close(&w);
+}
+
 int main(void) {
   RUN(test_borrowed_weights_need_no_memory);
   RUN(test_borrowed_weights_under_a_plan);
@@ -349,5 +398,7 @@ int main(void) {
   RUN(test_borrowed_copies_on_the_host_make_room);
   RUN(test_a_checkpoint_of_borrowed_bytes_is_whole);
   RUN(test_random_calls_have_the_bytes_of_one_array);
+  RUN(test_any_number_of_files_one_after_the_other);
+  RUN(test_too_many_files_at_once_are_refused);
   return check_done();
 }

@@ -258,6 +258,32 @@ static void test_the_handler_goes_with_the_last_manager(void) {
   CHECK_SAYS(world_error().message, "GEMINI_CONFIG_EXPLAIN_FAULTS");
 }
 
+/* A handler of the program's over ours, which calls the one before it. */
+static struct sigaction over_ours;
+static volatile sig_atomic_t times;
+static void chaining(int number, siginfo_t *info, void *context) {
+  if (++times > 1) _exit(9);
+  if (write(STDERR_FILENO, "the program's\n", 14) != 14) _exit(8);
+  if (over_ours.sa_flags & SA_SIGINFO) over_ours.sa_sigaction(number, info, context);
+}
+static void read_below_a_handler_that_calls_ours(void) {
+  gemini_tensor_t t;
+  uint8_t *address;
+  world_t w = strict_open(&t, &address);
+  struct sigaction action = { .sa_sigaction = chaining, .sa_flags = SA_SIGINFO };
+  CHECK(!sigaction(SIGSEGV, &action, &over_ours));
+  world_close(&w);
+  w = strict_open(&t, &address);
+  sink = address[8];
+}
+static void test_handlers_that_call_each_other_end(void) {
+  end_t end = in_child(read_below_a_handler_that_calls_ours);
+  CHECK(WIFSIGNALED(end.status) && WTERMSIG(end.status) == SIGSEGV);
+  const char *first = strstr(end.text, "libgemini: access to");
+  CHECK(first && !strstr(first + 1, "libgemini: access to"));
+  CHECK_SAYS(end.text, "the program's\n");
+}
+
 int main(void) {
   RUN(test_explain_tells_arena_tensor_chunk_and_holders);
   RUN(test_explain_tells_of_gradients_in_their_parameters_bytes);
@@ -265,5 +291,6 @@ int main(void) {
   RUN(test_other_faults_are_none_of_the_librarys);
   RUN(test_the_handler_that_was_there_before_gets_the_signal);
   RUN(test_the_handler_goes_with_the_last_manager);
+  RUN(test_handlers_that_call_each_other_end);
   return check_done();
 }

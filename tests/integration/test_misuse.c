@@ -590,6 +590,9 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "capacity is 0", gemini_row_accesses, &table, 64, 4, 2, rows, 0, row, &out.id);
   REFUSED(INVALID, "row_bytes is 0|196608", gemini_row_accesses, &table, 0, 4, 2, rows, 2, row, &out.id);
   REFUSED(INVALID, "row_bytes is 100|196608", gemini_row_accesses, &table, 100, 4, 2, rows, 2, row, &out.id);
+  const gemini_access_t beyond = gemini_tensor_access(handle_of(7), UINT64_MAX - 99, 128, 0, 0);
+  REFUSED(INVALID, "offset_bytes is 18446744073709551516|128", gemini_row_accesses, &beyond, 64, 4, 2, rows, 2, row,
+          &out.id);
   REFUSED(INVALID, "index_bytes is 2|4 or 8", gemini_row_accesses, &table, 64, 2, 2, rows, 2, row, &out.id);
   REFUSED(INVALID, "row_count is 1048577|1048576", gemini_row_accesses, &table, 64, 4, BATCH_LIMIT + 1, rows, 2, row,
           &out.id);
@@ -1903,6 +1906,24 @@ static void test_communicators_that_do_not_fit_are_refused(void) {
   bed_close();
 }
 
+static void test_a_pinned_sharded_arena_is_not_destroyed(void) {
+  world_t w = world_open(world_config(8, 8, 0));
+  gemini_arena_config_t c = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t arena;
+  gemini_tensor_t t;
+  c.element_bytes = 4;
+  c.group = group_of_one(w.mgr);
+  CHECK_OK(gemini_arena_create(w.mgr, &c, &arena));
+  CHECK_OK(gemini_tensor_register(w.mgr, arena, "t", WORLD_CHUNK, GEMINI_OFFSET_NEXT, &t));
+  gemini_access_t pinned = gemini_tensor_access(t, 0, 0, 0, 0);
+  CHECK_OK(gemini_pin(w.mgr, &pinned));
+  CHECK_STATUS(gemini_arena_destroy(w.mgr, arena), GEMINI_ERR_BUSY);
+  CHECK_SAYS(world_error().message, "acquired or pinned");
+  CHECK_OK(gemini_unpin(w.mgr, &pinned));
+  CHECK_OK(gemini_arena_destroy(w.mgr, arena));
+  world_close(&w);
+}
+
 static void test_groups_that_are_not_there_are_refused(void) {
   bed_open();
   const gemini_manager_t mgr = bed.w.mgr;
@@ -2696,6 +2717,7 @@ static void test_graphs_that_are_not_there_are_refused(void) {
   X(test_checkpoints_of_a_manager_that_keeps_nothing_are_refused)                     \
   X(test_communicators_that_do_not_fit_are_refused)                                   \
   X(test_groups_that_are_not_there_are_refused)                                       \
+  X(test_a_pinned_sharded_arena_is_not_destroyed)                                     \
   X(test_what_sharded_arenas_cannot_do_is_refused)                                    \
   X(test_what_sums_of_gradients_cannot_do_is_refused)                                 \
   X(test_topology_of_nothing_is_refused)                                              \

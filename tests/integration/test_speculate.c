@@ -771,6 +771,29 @@ static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is
   model_close(&t);
 }
 
+/* A refused call has changed nothing, so it drops nothing. */
+static void test_speculate_is_kept_where_an_arena_cannot_be_destroyed(void) {
+  model_t t = model_of(8, OWN + NEW + 1, 1); /* a slot for the other arena */
+  gemini_arena_t other = world_arena(&t.w, GEMINI_KIND_OTHER, 1, "other", 0, 0);
+  gemini_tensor_t v = world_tensor(&t.w, other, "v", CHUNK);
+  OK(update(&t, SPECULATE, (rule_t){ .salt = 5 }, 0, 0));
+  gemini_access_t a = world_whole(v, GEMINI_READ, HOST);
+  OK(gemini_acquire(t.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_arena_destroy(t.w.mgr, other), GEMINI_ERR_BUSY);
+  OK(gemini_release(t.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  gemini_access_t pinned = world_part(v, 0, 64, 0, 0);
+  OK(gemini_pin(t.w.mgr, &pinned));
+  CHECK_STATUS(gemini_arena_destroy(t.w.mgr, other), GEMINI_ERR_BUSY);
+  OK(gemini_unpin(t.w.mgr, &pinned));
+  counted(&t, ELEMENTS, 0, 0);
+  OK(update(&t, COMMIT, (rule_t){ .salt = 5 }, 0, 0));
+  plain_update(&t, 5, 0, ELEMENTS);
+  counted(&t, ELEMENTS, ELEMENTS, 0);
+  OK(gemini_arena_destroy(t.w.mgr, other));
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
 int main(void) {
   RUN(test_speculate_changes_nothing_until_the_commit);
   RUN(test_speculate_takes_and_gives_back_spare_memory);
@@ -787,5 +810,6 @@ int main(void) {
   RUN(test_speculate_is_planned_as_memory_allows);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
+  RUN(test_speculate_is_kept_where_an_arena_cannot_be_destroyed);
   return check_done();
 }

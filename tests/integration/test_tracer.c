@@ -1223,6 +1223,29 @@ static void test_explain_length_and_cut(void) {
   net_close(&n);
 }
 
+/* Names are any bytes; JSON is UTF-8. */
+static void test_timeline_of_names_that_are_not_utf8(void) {
+  char path[4096];
+  temporary(path, sizeof path);
+  gemini_config_t c = config_of(6);
+  net_t n = net_open(&c);
+  OK(gemini_timeline_start(n.mgr, path));
+  OK(gemini_iteration_begin(n.mgr));
+  for (int i = 0; i < 2; i++) {
+    OK(gemini_op_begin(
+        n.mgr, i ? "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80" : "caf\xe9 \xed\xa0\x80 \xc0\xaf \xf0\x9f", n.stream));
+    OK(gemini_op_end(n.mgr));
+  }
+  OK(gemini_iteration_end(n.mgr));
+  OK(gemini_timeline_stop(n.mgr));
+  char *text = contents(path, NULL);
+  CHECK_EQ(count_of(text, "\"caf\\ufffd \\ufffd\\ufffd\\ufffd \\ufffd\\ufffd \\ufffd\\ufffd\""), 1);
+  CHECK_EQ(count_of(text, "\"caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80\""), 1);
+  free(text);
+  unlink(path);
+  net_close(&n);
+}
+
 int main(int argc, char **argv) {
   if (argc == 3 && !strcmp(argv[1], "--plan")) return child(argv[2]);
   RUN(test_peaks_fixed_graph_are_exact);
@@ -1255,5 +1278,6 @@ int main(int argc, char **argv) {
   RUN(test_timeline_has_ops_moves_waits_and_counters);
   RUN(test_timeline_has_calls_that_hold_the_lock);
   RUN(test_explain_length_and_cut);
+  RUN(test_timeline_of_names_that_are_not_utf8);
   return check_done();
 }
