@@ -326,3 +326,23 @@ def test_what_is_not_supported_is_refused(session):
     gm.close()
     with pytest.raises(GeminiError, match="session was closed"):
         cache.update(*states, 0)
+
+
+@pytest.mark.parametrize("name", ("keys", "values"))
+def test_keys_that_are_replaced_are_refused(session, name):
+    """transformers' layers take what is put in the place of their keys; these have an arena."""
+    session("1MiB")
+    model = gm.infer(llama())
+    cache = gm.Cache(model)
+    with torch.no_grad():
+        model(input_ids=prompt(1, 20), past_key_values=cache)
+        kept = getattr(cache.layers[0], name)
+        setattr(cache.layers[0], name, kept[:, :, :10])
+        with pytest.raises(gm.GeminiError, match="have been replaced by another tensor"):
+            model(input_ids=prompt(1, 4), past_key_values=cache)
+        with pytest.raises(gm.GeminiError, match="have been replaced by another tensor"):
+            cache.crop(-2)
+        setattr(cache.layers[0], name, kept)
+        cache.crop(-10)
+        model(input_ids=prompt(1, 4), past_key_values=cache)
+        assert cache.get_seq_length() == 14

@@ -4,8 +4,10 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import contextlib
+import json
 
 import pytest
+import safetensors.torch
 import torch
 
 import libgemini.torch as gm
@@ -639,6 +641,105 @@ def test_folders_that_are_refused(session, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(gm.GeminiError, match="NoSuchModel, which transformers does not have"):
         gm.infer(tmp_path)
+
+
+def rewrite(path, change):
+    """Writes model.safetensors anew, with what change(tensors) makes of its tensors."""
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def reconfigure(path, **values):
+    """Sets values of config.json; None: takes them out."""
+    config = {**json.loads((path / "config.json").read_text()), **values}
+    (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def test_what_transformers_makes_of_weights_is_not_guessed(session, tmp_path):
+    """Weights with scales, an adapter, and tied weights that differ: transformers reads more than the tensors."""
+
+    def quantize(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        scale = tensors[name].abs().max() / 448
+        tensors[name + "_scale_inv"] = scale.reshape(1, 1)
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+
+    def refused(words):
+        with pytest.raises(gm.GeminiError, match=words):
+            gm.infer(str(tmp_path))
+
+    llama().save_pretrained(tmp_path)
+    session("1MiB")
+    config = (tmp_path / "config.json").read_text()
+    reconfigure(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    refused("has a quantization_config")
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused("holds an adapter of PEFT")
+    (tmp_path / "adapter_config.json").unlink()
+    reconfigure(tmp_path, tie_word_embeddings=True)
+    refused("are one tensor in the model .tied., and differ")
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    model = gm.infer(str(tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    reconfigure(tmp_path, tie_word_embeddings=False)
+    rewrite(tmp_path, quantize)
+    refused("is of torch.float8_e4m3fn, the numbers of a quantized weight")
+
+
+def test_the_dtype_of_a_folder_is_transformers(session, tmp_path):
+    """That of the files where config.json names none; and fp32 for what transformers keeps in it."""
+    llama().bfloat16().save_pretrained(tmp_path / "a")
+    reconfigure(tmp_path / "a", dtype=None)
+    experts = {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 160,
+    }
+    torch.manual_seed(0)
+    router = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**experts))
+    bias = torch.tensor([9.0, 9.02, 9.025, 9.03])  # one value in bf16
+    router.model.layers[1].mlp.gate.e_score_correction_bias.copy_(bias)
+    router.save_pretrained(tmp_path / "b")
+    narrow = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+    session("4MiB")
+    assert gm.infer(str(tmp_path / "a")).dtype == torch.bfloat16
+    gm.save(tmp_path / "c", gm.infer(narrow))
+    model = gm.infer(str(tmp_path / "c"))
+    assert model.dtype == torch.bfloat16
+    kept = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert kept.dtype == torch.float32
+    same_bits(kept, bias)
+
+
+def test_tensors_of_a_file_that_overlap_are_refused(session, tmp_path):
+    llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+    header[first]["data_offsets"] = header[second]["data_offsets"]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    session("1MiB")
+    with pytest.raises(gm.GeminiError, match=r"begins at \d+, what is before it ends at \d+"):
+        gm.infer(str(tmp_path))
 
 
 def test_a_parameter_that_does_not_fit_is_told(session):

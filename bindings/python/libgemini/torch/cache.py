@@ -255,6 +255,7 @@ class Layer(cache_utils.DynamicLayer):
         length: How many positions it has.
         rows: What a row has; None without rows.
         lost: Whether an exception came while rows were rewritten.
+        made: What the layer has set keys and values to.
     """
 
     def __init__(self, pool: Caches, layers: int, name: str) -> None:
@@ -267,6 +268,7 @@ class Layer(cache_utils.DynamicLayer):
         self.rows: Rows | None = None
         self.length = 0
         self.lost = False
+        self.made: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     def __reduce_ex__(self, protocol: typing.Any) -> typing.Any:
         raise GeminiError(f"{self.name}: a cache of libgemini cannot be pickled: copy its keys and values")
@@ -386,6 +388,7 @@ class Layer(cache_utils.DynamicLayer):
                 f"{self.name}: torch.compile() and torch.func cannot trace a cache of libgemini: leave the model "
                 "uncompiled, or use transformers' own cache"
             )
+        self.refuse_replaced()
         if self.lost:
             raise GeminiError(
                 f"{self.name}: an exception came while its texts were reordered, so its keys and values are lost: "
@@ -425,11 +428,22 @@ class Layer(cache_utils.DynamicLayer):
         """Makes keys and values anew."""
         rows, place = self.ready()
         self.keys, self.values = (_managed(view, place) for view in rows.views(place.tensor, 0, self.length))
+        self.made = self.keys, self.values
+
+    def refuse_replaced(self) -> None:
+        """Raises GeminiError if something else was put in the place of keys or values: the bytes are the arena's."""
+        if self.length and (self.keys is not self.made[0] or self.values is not self.made[1]):
+            raise GeminiError(
+                f"{self.name}: keys or values of the layer have been replaced by another tensor, which a cache of "
+                "libgemini does not read: crop() removes positions, and copy_() into keys and values changes them"
+            )
 
     def shorten(self, length: int) -> None:
         """Removes the positions from length on."""
         if length >= self.length or self.pool.session.manager.handle == 0:
             return
+        if length:
+            self.refuse_replaced()
         with _plain(), torch.no_grad():
             rows, place = self.ready()
             self.length = length
@@ -448,6 +462,7 @@ class Layer(cache_utils.DynamicLayer):
         if not self.length:
             return
         self.pool.session.refuse_closed(self.name)
+        self.refuse_replaced()
         with _plain(), torch.no_grad():
             old, place = self.ready()
             indices = indices.to(self.device)

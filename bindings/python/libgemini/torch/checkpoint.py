@@ -487,6 +487,19 @@ class Folder:
                 bar.add(entry.size_bytes)
 
 
+def _refuse_others(entry, others):
+    """Raises GeminiError if one of the other entries, of names that are one tensor in the model, has other bytes."""
+    for other in others:
+        if (entry.dtype, entry.shape) == (other.dtype, other.shape) and tensorfile.same_bytes(entry, other):
+            continue
+        raise GeminiError(
+            f"{entry.file}: {entry.name} and {other.name} are one tensor in the model (tied), and differ in the files: "
+            'untie them ("tie_word_embeddings": false in config.json), or have transformers build the model, by '
+            "from_pretrained()",
+            "FORMAT",
+        )
+
+
 def _plan_weights(folder, model, entries):
     """For each tensor of the model what is read into it: (entry, name, tensor)."""
     prefix = getattr(model, "base_model_prefix", "")
@@ -502,10 +515,17 @@ def _plan_weights(folder, model, entries):
             missing.append(names[0])
             continue
         entry = entries[found]
+        _refuse_others(entry, [entries[name] for name in names if name in entries and name != found])
         used.update(candidates)
         shape = tuple(_stored(value).shape)
         if entry.shape != shape:
             raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, in the model it has {shape}", "FORMAT")
+        if entry.dtype != value.dtype and entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
+            raise GeminiError(
+                f"{entry.file}: {found} is of {entry.dtype}, the numbers of a quantized weight, which have scales "
+                f"beside them; in the model it is of {value.dtype}",
+                "FORMAT",
+            )
         if entry.dtype != value.dtype and not (entry.dtype.is_floating_point and value.dtype.is_floating_point):
             raise GeminiError(
                 f"{entry.file}: {found} is of {entry.dtype}, in the model it is of {value.dtype}", "FORMAT"
@@ -685,6 +705,42 @@ def _default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
+def _refuse_unread(source, config):
+    """Raises GeminiError if transformers reads more from a folder than weights that are the model's as they are."""
+    build = "have transformers build the model, by from_pretrained(), and give infer() that"
+    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    if any(getattr(one, "quantization_config", None) is not None for one in configs):
+        raise GeminiError(f"{source.file('config.json')} has a quantization_config: {build}", "UNSUPPORTED")
+    if os.path.exists(source.file("adapter_config.json")):
+        raise GeminiError(f"{source.path} holds an adapter of PEFT beside the model: {build}", "UNSUPPORTED")
+
+
+def _dtype_of_files(source):
+    """The dtype of a model whose config.json names none: that of its first weight, as transformers has it."""
+    floating = (entry.dtype for entry in source.entries("model").values() if entry.dtype.is_floating_point)
+    return next(floating, torch.get_default_dtype())
+
+
+def _keep_in_fp32(model, dtype):
+    """Makes those tensors fp32 that transformers keeps so whatever the model's dtype is, such as biases of routers."""
+    from transformers import modeling_utils
+
+    names: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not names:
+        return
+    # Since version 5 a name, or a pattern with *, may be anywhere in that of a tensor; before, it is of whole modules.
+    anywhere = hasattr(modeling_utils.PreTrainedModel, "_get_dtype_plan")
+    patterns = [name.replace("*", ".*") if anywhere else rf"(^|\.){name}($|\.)" for name in names]
+    wanted = re.compile("|".join(patterns))
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if wanted.search(name) and value.is_floating_point():
+            value.data = value.data.to(torch.float32)
+
+
 def from_folder(session, folder, verify, progress, in_place):
     """Builds the model that a folder's config.json names, frozen, with the weights of the folder's files.
 
@@ -698,6 +754,7 @@ def from_folder(session, folder, verify, progress, in_place):
             f"{folder} is a folder, whose model transformers builds, which is not installed: give a model"
         ) from None
     config = transformers.AutoConfig.from_pretrained(source.path)
+    _refuse_unread(source, config)
     names = getattr(config, "architectures", None) or ["none"]
     build = getattr(transformers, names[0], None)
     if build is None:
@@ -706,10 +763,12 @@ def from_folder(session, folder, verify, progress, in_place):
             "model, and give that",
             "NOT_FOUND",
         )
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.get_default_dtype()
-    with _default_dtype(getattr(torch, dtype) if isinstance(dtype, str) else dtype), torch.device("meta"):
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or _dtype_of_files(source)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with _default_dtype(dtype), torch.device("meta"):
         model = build(config)
     model.requires_grad_(False)
+    _keep_in_fp32(model, dtype)
     if model.can_generate() and os.path.exists(source.file("generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(source.path)
     if in_place is None:

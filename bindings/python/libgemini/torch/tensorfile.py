@@ -231,10 +231,31 @@ def read_header(path):
                 entries[name] = Entry(str(path), name, dtype, shape, 8 + length + begin, end - begin)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise refuse(f"its header is damaged: {error!r}") from None
-    last = max((entry.offset + entry.size_bytes for entry in entries.values()), default=8 + length)
+    last = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.size_bytes)):
+        if entry.offset != last:
+            raise refuse(f"{entry.name} begins at {entry.offset}, what is before it ends at {last}")
+        last += entry.size_bytes
     if last != size:
         raise refuse(f"it has {size} bytes, its tensors end at {last}")
     return entries
+
+
+def same_bytes(entry, other):
+    """Whether two entries, perhaps of two files, have the same bytes."""
+    if entry.size_bytes != other.size_bytes:
+        return False
+    try:
+        with open(entry.file, "rb") as one, open(other.file, "rb") as two:
+            one.seek(entry.offset)
+            two.seek(other.offset)
+            for at in range(0, entry.size_bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, entry.size_bytes - at)
+                if one.read(size) != two.read(size):
+                    return False
+    except OSError as error:
+        raise GeminiError(f"{entry.file}, {other.file}: {entry.name} was not read: {error}", "IO") from error
+    return True
 
 
 def read(entry, fd, target, borrows=False):
