@@ -1148,3 +1148,130 @@ def test_the_optimizer_that_was_prepared_hands_out_no_empty_state(session):
     same_bits(optimizer.state_dict()["state"][0], saved["state"][0])
     gm.close()
     given.state_dict()
+
+
+# ---- states and gradients that are kept while others take their place
+def deleted_and_set(model, optimizer, step, name):
+    param = model[0].weight
+    kept = optimizer.state.get(param)
+    del optimizer.state[param]
+    optimizer.state[param] = kept
+
+
+def cleared_and_set(model, optimizer, step, name):
+    param = model[0].weight
+    kept = dict(optimizer.state[param])
+    optimizer.state.clear()
+    optimizer.state[param] = kept
+
+
+def put_aside(model, optimizer, step, name):
+    kept = optimizer.state
+    optimizer.state = collections.defaultdict(dict)
+    step()
+    optimizer.state = kept
+
+
+def exchanged(model, optimizer, step, name):
+    one, two = model[0].weight, model[2].weight
+    optimizer.state[one], optimizer.state[two] = optimizer.state[two], optimizer.state[one]
+
+
+def tensor_put_aside(model, optimizer, step, name):
+    state = optimizer.state[model[0].weight]
+    kept = state[name]
+    state[name] = torch.zeros_like(kept)
+    step()
+    optimizer.state[model[0].weight][name] = kept
+
+
+def tensors_exchanged(model, optimizer, step, name):
+    one, two = optimizer.state[model[0].weight], optimizer.state[model[2].weight]
+    one[name], two[name] = two[name], one[name]
+
+
+def cleared_and_updated(model, optimizer, step, name):
+    state = optimizer.state[model[0].weight]
+    kept = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    state.clear()
+    state.update(kept)
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        deleted_and_set,
+        cleared_and_set,
+        put_aside,
+        exchanged,
+        tensor_put_aside,
+        tensors_exchanged,
+        cleared_and_updated,
+    ),
+)
+@pytest.mark.parametrize("kind", ("AdamW", "SGD"))
+def test_states_that_are_kept_are_what_they_were(session, kind, change):
+    def run(prepared):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        options = {"lr": 1e-2} if kind == "AdamW" else {"lr": 1e-4, "momentum": 0.9}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+        if prepared:
+            session("1MiB")
+            model, optimizer = gm.prepare(model, optimizer)
+
+        def step():
+            model(torch.ones(4, 64)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        name = "exp_avg" if kind == "AdamW" else "momentum_buffer"
+        change(model, optimizer, step, name)
+        seen = []
+        for param in model[0].weight, model[2].weight:
+            state = optimizer.state[param] if param in optimizer.state else {}
+            seen.append({key: torch.as_tensor(value).clone() for key, value in state.items() if value is not None})
+        step()
+        return seen, [param.detach().clone() for param in model.parameters()]
+
+    (theirs, after), (ours, ours_after) = run(False), run(True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours_after, after, rtol=1e-4, atol=1e-5)
+
+
+def gradients(session):
+    """A model with gradients, in a session; and these, as torch has them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session("1MiB")
+    model, optimizer = gm.prepare(model, optimizer)
+    model(torch.randn(4, 64)).pow(2).sum().backward()
+    return model, optimizer, [param.grad.clone() for param in model.parameters()]
+
+
+def test_gradients_can_be_exchanged(session):
+    model, optimizer, grads = gradients(session)
+    one, two = model[0].weight, model[1].weight
+    one.grad, two.grad = two.grad, one.grad
+    assert torch.equal(one.grad, grads[2]) and torch.equal(two.grad, grads[0])
+    before = one.detach().clone()
+    optimizer.step()
+    assert torch.equal(one.detach(), before.add(grads[2], alpha=-0.1))
+
+
+def test_views_of_a_gradient_are_not_the_gradient(session):
+    """Views with as many elements: repeated ones, and other numbers of the same bytes."""
+    model, _, (weight, bias, *_) = gradients(session)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # the norms of gradients are known now
+    assert norm > 0
+    first = model[0].weight.grad[:1].expand(64, 64)
+    assert torch.equal(torch.linalg.vector_norm(first), torch.linalg.vector_norm(weight[:1].expand(64, 64)))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        model[0].bias.grad[:1].expand(64).mul_(3.0)
+    assert torch.equal(model[0].bias.grad, bias)
+    model[0].bias.grad.view(torch.int32).mul_(2)
+    assert torch.equal(model[0].bias.grad.view(torch.int32), bias.view(torch.int32).mul(2))
+    assert torch.equal(model[0].weight.grad.t().mul_(2.0).t(), weight * 2)

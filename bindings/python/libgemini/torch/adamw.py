@@ -17,7 +17,7 @@ from .arenas import ALIGNMENT, DTYPES
 from .parts import Parts
 from .rules import groups_of, master_place, own_step
 from .speculate import Speculation, first_of, padded
-from .states import AdamwState, count_of
+from .states import AdamwState, Held, count_of
 
 if typing.TYPE_CHECKING:
     from .model import Record
@@ -54,6 +54,7 @@ class AdamwRule:
         self.unsure = 0  # backward passes since all updates were known to be done
         self.groups: typing.Callable[[], list[dict[str, typing.Any]]] = list  # now; none: no updates in the pass
         self.group_of: dict[int, dict[str, typing.Any]] | None = None  # by id of a record, in this backward pass
+        self.holders: dict[typing.Any, Held] = {}  # by record or place of a state: what users have of it
         self.neighbours = {}  # by record: the records that share chunks with it, and itself
         self.waiting = {}  # records whose gradients are complete, in their order
         self.parts: Parts | None = None  # on several ranks: what is updated in the backward pass
@@ -99,6 +100,11 @@ class AdamwRule:
     def let_go(self, record):
         if self.speculation:
             self.speculation.forget()
+        if record in self.holders:
+            self.holders.pop(record).let_go(AdamwState.detach)
+        for kind in ("momentum", "variance"):
+            self.detach(record.states[kind])
+            self.holders.pop(record.states[kind], None)
         self.arenas[record.place.arena].remove(record)
         record.step = None
         if record.split:
@@ -427,15 +433,30 @@ class AdamwRule:
         return record.step is not None
 
     def state_of(self, record):
-        return AdamwState(self, record)
+        return self.held(record).note(AdamwState(self, record))
 
-    def set_state(self, record, values):
+    def held(self, owner):
+        """What users have of the state of a record, or of the bytes of a place."""
+        return self.holders.setdefault(owner, Held())
+
+    def detach(self, place, but=None):
+        """Before the bytes of a place are those of another tensor: who has the one that was there keeps its values."""
+        from .model import become_copy
+
+        if place in self.holders:
+            self.holders[place].let_go(become_copy, but)
+
+    def set_state(self, record, values, own=None):
+        """own: The AdamwState that stays the parameter's; others that users have keep their values."""
         values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
         layout = self.layout_of(record, values)
         self.check(record, {**layout, "master": torch.float32} if "master" in record.states else layout)
         self.session.backward.settle()
+        if record in self.holders:
+            self.holders[record].let_go(AdamwState.detach, own)
         record.step = count_of(values["step"]) if values else None
         for kind in ("momentum", "variance"):
+            self.detach(record.states[kind])
             record.states[kind].zero()
         for name in set(values) - {"step"}:
             narrow.seen(record, self.NAMES[name]).write(values[name])

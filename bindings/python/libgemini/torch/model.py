@@ -499,6 +499,8 @@ class Record:
                         "it to a clone()"
                     )
                 record.give_out(values)
+        if values is not None:
+            self.keep_view()
         with _plain():
             _set_grad(self.param, values)
         self.session.backward.forget(self)
@@ -561,6 +563,11 @@ class Record:
         self.session.brackets.op_end()
         self.session.backward.store([(self, values, False)])
 
+    def keep_view(self):
+        """Before another gradient takes its place: who has this one, such as for exchanging two, keeps its values."""
+        if self.has_grad and self.view is not None and sys.getrefcount(self.view) > 2:
+            become_copy(self.view)
+
     def give_out(self, alias):
         """Moves the stored gradient to torch's memory, as if it had been assigned, together with a view of it that
         somebody else gets.
@@ -600,6 +607,14 @@ def become_plain(tensor, data):
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
     for name in [name for name in vars(tensor) if name.startswith("_gm_")]:
         delattr(tensor, name)
+
+
+def become_copy(tensor):
+    """Makes a managed tensor a plain one, with a copy of its values."""
+    with torch.no_grad():
+        copy = _copy(tensor)
+    with _plain():
+        become_plain(tensor, copy)
 
 
 def _holders(param):

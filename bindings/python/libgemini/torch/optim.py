@@ -24,7 +24,7 @@ from .brackets import level_of_caller
 from .division import localize_groups, refuse_rule, to_parts
 from .internals import plain as _plain
 from .slicerule import slice_rule
-from .states import States, copies
+from .states import Held, States, copies
 from .tensors import ManagedTensor
 from .torchrule import TorchRule
 
@@ -76,6 +76,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         self.session = session
         self.inner = inner
+        self.held = Held()  # objects of `state` that users have
         localize_groups(inner)
         self.records = self.find(inner.param_groups)
         rule: typing.Any = fused_rule(session, inner, states, masters)
@@ -220,6 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if "rule" in self.__dict__:  # otherwise torch's __init__ assigns an empty dict
             values = dict(values)
+            self.held.let_go(States.detach)
             self.state.clear()
             self.state.update(values)
 

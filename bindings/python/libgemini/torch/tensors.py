@@ -908,10 +908,19 @@ def is_exact(factor):
     return 2.0**-64 <= factor <= 1.0 and math.frexp(factor)[0] == 0.5
 
 
+def _is_whole(grad, record):
+    """Whether a tensor is all of a gradient, each element once, as a number of the gradient's dtype."""
+    return (
+        grad.numel() == record.place.elements
+        and grad.dtype == record.place.dtype
+        and is_dense(grad.shape, grad.stride())
+    )
+
+
 def _norm(grad):
     """The fp32 norm of a parameter's gradient, or of a part of it."""
     record = _gradient_of(grad)
-    if record.norm is not None and grad.numel() == record.place.elements:
+    if record.norm is not None and _is_whole(grad, record):
         return record.norm
     return _dispatch(torch.linalg.vector_norm, (grad, 2), {"dtype": torch.float32})
 
@@ -923,7 +932,7 @@ def _known_norm(args, kwargs):
     if (
         record is not None
         and record.norm is not None
-        and args[0].numel() == record.place.elements
+        and _is_whole(args[0], record)
         and order == 2
         and len(args) < 3
         and not set(kwargs) - {"ord"}
@@ -955,7 +964,9 @@ def _mul(func, args, kwargs):
     """Multiplies a gradient, as clipping does, when it is read next. No bytes move for it."""
     record = _gradient_of(args[0])
     factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
-    if factor is None or args[0].numel() != record.place.elements or not record.multiply(factor):
+    if factor is not None and isinstance(args[1], _Tensor) and not args[0].dim():
+        factor = None  # two tensors without dimensions: their dtypes count alike
+    if factor is None or not _is_whole(args[0], record) or not record.multiply(factor):
         return _run(func, args, kwargs)
     return args[0]
 
