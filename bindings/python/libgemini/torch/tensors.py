@@ -910,7 +910,7 @@ def is_exact(factor):
 
 def _is_whole(grad, record):
     """Whether a tensor is all of a gradient, each element once, as a number of the gradient's dtype."""
-    return (
+    return grad is record.view or (
         grad.numel() == record.place.elements
         and grad.dtype == record.place.dtype
         and is_dense(grad.shape, grad.stride())
