@@ -27,7 +27,8 @@
  *   zero. Gradients are added over all ranks, in float (float64 in double) and in the order of ranks (over NCCL only
  *   with GEMINI_GROUP_RANK_ORDER, over the caller's functions as these do), when gemini_tensor_state_set() has made all
  *   gradients of a chunk GEMINI_STATE_READY_FOR_REDUCE (ZeRO 2 and 3), or when an update or gemini_norm() needs them.
- *   Ranks must make the same gradients ready at the same points of their programs, also those that they did not write.
+ *   Ranks must make the same gradients ready at the same points of their programs, also those that they did not write
+ *   (one that is GEMINI_STATE_FREE is set to GEMINI_STATE_HOLD first, which makes it zero).
  * - With reuse, the sums take the bytes of the parameters, and an update takes them. Until then a gradient that has
  *   been added cannot be written again.
  * - Without reuse, gradients of several micro-batches are accumulated. The sums have bytes of their own, in slices,
@@ -320,7 +321,8 @@ GEMINI_API gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group
 /** Finds the next part of a range that this rank keeps: the caller can acquire it on the host. Of an arena that is not
  *  sharded every rank keeps all, in one part.
  *  @param range       object and range; tier and mode are ignored; borrowed until return
- *  @param from_bytes  where to look from, in the object, as offset_bytes of range
+ *  @param from_bytes  where to look from, in the object, as offset_bytes of range; where range is named by its address,
+ *                     bytes from the beginning of the arena, as offset_out
  *  @param offset_out  of the part in the object
  *  @param size_out    bytes; 0: there is no further part, and *offset_out is the end of the range
  *  Since: 0.1 */
