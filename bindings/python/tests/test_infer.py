@@ -742,6 +742,17 @@ def test_tensors_of_a_file_that_overlap_are_refused(session, tmp_path):
         gm.infer(str(tmp_path))
 
 
+def test_a_parameter_that_was_added_is_told(session):
+    session("1MiB")
+    model = gm.infer(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    model.append(torch.nn.Linear(8, 8).requires_grad_(False))
+    with torch.no_grad(), pytest.raises(gm.GeminiError, match=r"was added after libgemini.torch.infer.*call infer\(\)"):
+        model(torch.ones(1, 8))
+    gm.infer(model)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+
+
 def test_a_parameter_that_does_not_fit_is_told(session):
     model = llama(layers=1)
     session("64KiB")

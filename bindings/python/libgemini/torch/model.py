@@ -1260,9 +1260,8 @@ class Model:
                         "torch.export and its like, which replace all of them, take a copy.deepcopy() of the model"
                     )
                 if param.is_meta or (can_wrap(param.dtype) and _is_plain(param) and not _stays(param)):
-                    raise GeminiError(
-                        f"parameter {name} was added after libgemini.torch.prepare(): call prepare() again"
-                    )
+                    by = "infer" if self.weights_only else "prepare"
+                    raise GeminiError(f"parameter {name} was added after libgemini.torch.{by}(): call {by}() again")
                 continue
             with _plain():
                 if self.weights_only and param.requires_grad:
