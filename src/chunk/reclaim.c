@@ -95,8 +95,13 @@ static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {
   return NULL;
 }
 
-/* Starts to bring the bytes of a chunk, whose only copy is on the host, to another tier: to the device if there is a
- * free frame (up), otherwise to a file. */
+/* Where the bytes of a chunk go whose only copy is on the host: up, to the device, if there is a free frame and it may
+ * be fetched, which a chunk that is being loaded may not; otherwise to a file. False: there is no such place. */
+static bool has_place(const gmi_manager_t *m, const gmi_chunk_t *c, bool *up) {
+  if (*up && gmi_chunk_busy(c, GMI_TO_FETCH)) *up = false;
+  return *up || m->file.store;
+}
+/* Starts to bring them there. */
 static gemini_status_t send_away(gmi_manager_t *m, gmi_chunk_t *c, bool up) {
   if (!up) return gmi_file_write(m, c, GEMINI_REASON_PRESSURE);
   return gmi_chunk_fetch(m, c, false, GEMINI_REASON_PRESSURE, 0);
@@ -115,15 +120,18 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
     if (level > RECLAIM_STATES && (m->io.count || gmi_workers_pending(m))) break;
     bool busy = false;
     gmi_chunk_t *last = level == RECLAIM_STATES ? updated_last(m, &busy) : NULL;
-    if (last) {
+    bool higher = up;
+    if (last && has_place(m, last, &higher)) {
       *started_out = true;
-      return send_away(m, last, up);
+      return send_away(m, last, higher);
     }
     if (busy) break;
     for (uint32_t step = 0; step < m->host.slot_most; step++) {
       uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
       gmi_chunk_t *c = m->host.slots[slot].chunk;
       if (!reclaimable(m, c, level)) continue;
+      higher = up && (level < RECLAIM_ANY || !m->file.store);
+      if (level > RECLAIM_CLEAN && !has_place(m, c, &higher)) continue;
       m->host.hand = slot + 1;
       if (level <= RECLAIM_CLEAN) {
         if (level == RECLAIM_CLEAN) leave_slot(m, c);
@@ -132,7 +140,7 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
         return GEMINI_OK;
       }
       *started_out = true;
-      return send_away(m, c, up && (level < RECLAIM_ANY || !m->file.store));
+      return send_away(m, c, higher);
     }
   }
   return GEMINI_OK;
