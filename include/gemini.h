@@ -422,7 +422,7 @@ enum {
   /* What iterations access in the arena grows and shrinks from one to the next, as a cache of keys and values does.
    * That is no departure: iterations that write nowhere else are compared by the number and modes of their accesses of
    * it, not by their ranges (accesses of one range in one operator count once), and plans follow the newest ranges.
-   * Not for an arena that follows another, or is sharded; a checkpoint keeps its bytes, but not this flag. Since: 0.1 */
+   * Not for an arena that follows another, or is sharded; a checkpoint keeps its bytes, not this flag. Since: 0.1 */
   GEMINI_ARENA_GROWS = 1
 };
 /** What ranks share of a sharded arena and those that follow it (Rajbhandari et al., "ZeRO", 2020). */
