@@ -206,19 +206,20 @@ typedef struct gemini_comm {
   gemini_comm_exchange_fn exchange;
   gemini_comm_poll_fn poll;
   gemini_comm_abort_fn abort;
-  gemini_comm_register_memory_fn register_memory; /* both, or with GEMINI_GROUP_REGISTER none may be NULL */
+  gemini_comm_register_memory_fn register_memory; /* these two: called, and not NULL, with GEMINI_GROUP_REGISTER only */
   gemini_comm_unregister_memory_fn unregister_memory;
 } gemini_comm_t;
 #define GEMINI_COMM_INIT { sizeof(gemini_comm_t), 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 enum {
-  GEMINI_GROUP_REGISTER = 2,  /* over NCCL 2.19 and later, and functions of the caller: the frames into which chunks are
-                               * gathered are registered, which NCCL may copy to faster, by up to a fifth. Each takes
-                               * addresses of its own, no memory, and time at its first gather. No bit depends on it */
-  GEMINI_GROUP_RANK_ORDER = 1 /* over NCCL: adds in float and in the order of ranks, and rounds once (fp32 sums), with
-                               * the same bits in each run and on any number of machines; slower. Over shared memory
-                               * that is always so. Without, NCCL adds as fast as it goes: in the type of the
-                               * gradients (bf16 sums of bf16), in an order of its own */
+  GEMINI_GROUP_RANK_ORDER = 1, /* over NCCL: adds in float and in the order of ranks, and rounds once (fp32 sums), with
+                                * the same bits in each run and on any number of machines; slower. Over shared memory
+                                * that is always so. Without, NCCL adds as fast as it goes: in the type of the
+                                * gradients (bf16 sums of bf16), in an order of its own */
+  GEMINI_GROUP_REGISTER = 2    /* over NCCL 2.19 and later, and functions of the caller: the frames into which chunks
+                                * are gathered are registered, which NCCL may copy to faster, by up to a fifth. Each
+                                * takes addresses of its own, no memory, and time at its first gather. No bit depends
+                                * on it */
 };
 enum {
   GEMINI_GROUP_COMMS = 3,       /* communicators of a group: gathers, sums, exchanges, in this order */

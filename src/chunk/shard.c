@@ -41,7 +41,7 @@ static gemini_status_t gather(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t f
   const uint64_t element = p->whole->element_bytes, slice = p->slicing.slice * element,
                  rest = p->slicing.rest * element;
   gemini_status_t status = gmi_fence_wait(m, g->gather_stream, ready);
-  void *registered = gmi_registered_address(m, g, frame);
+  void *registered = status ? NULL : gmi_registered_address(m, g, frame);
   if (!status)
     status = gmi_group_gather(m, g, registered ? registered : gmi_chunk_device(m, c), slice, rest, p->whole->name,
                               c->index, arrive_out);

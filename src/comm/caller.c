@@ -41,11 +41,15 @@ static call_t call_begin(void) {
   snprintf(call.before, sizeof call.before, "%s", gmi_fail_message());
   return call;
 }
+/* The message that the function has recorded; "": none. */
+static const char *call_says(const call_t *call) {
+  const char *says = gmi_fail_message();
+  return strcmp(says, call->before) ? says : "";
+}
 static gemini_status_t call_end(caller_t *c, const call_t *call, gemini_status_t status, const char *function,
                                 const char *label) {
   if (!status) return gmi_first_failure(&c->failure); /* another thread's, meanwhile */
-  const char *says = gmi_fail_message();
-  if (!strcmp(says, call->before)) says = "";
+  const char *says = call_says(call);
   return fail(c, *says ? gmi_fail_code() : 0, "%s() of %s%s%s returned %d (%s)%s%s", function, c->name,
               *label ? " for " : "", label, status, gemini_status_string(status), *says ? ": " : "", says);
 }
@@ -69,11 +73,9 @@ static gemini_status_t register_memory(void *self, void *memory, uint64_t bytes,
   if (status) return status;
   call_t call = call_begin();
   status = c->table.register_memory(c->table.user, memory, bytes, handle_out);
-  const char *says = gmi_fail_message();
-  if (!strcmp(says, call.before)) says = "";
   if (!status) return GEMINI_OK;
   char words[sizeof call.before];
-  snprintf(words, sizeof words, "%s", says); /* which the next line writes over */
+  snprintf(words, sizeof words, "%s", call_says(&call)); /* which the next line writes over */
   return gmi_fail(status, 0, "register_memory() of %s returned %d (%s)%s%s", c->name, status,
                   gemini_status_string(status), *words ? ": " : "", words);
 }

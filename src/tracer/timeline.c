@@ -191,7 +191,6 @@ void gmi_timeline_poll(gmi_manager_t *m) {
   poll_events(m, false);
 }
 
-/* Writes text as the content of a JSON string; leaves out the separator \1. */
 /* Bytes of a character of UTF-8 that begins here; 0: none does (RFC 3629, section 4). */
 static int utf8_bytes(const unsigned char *s) {
   const int bytes = s[0] < 0x80 ? 1 : s[0] < 0xC2 ? 0 : s[0] < 0xE0 ? 2 : s[0] < 0xF0 ? 3 : s[0] < 0xF5 ? 4 : 0;
@@ -201,7 +200,8 @@ static int utf8_bytes(const unsigned char *s) {
   const bool none = (s[0] == 0xED && s[1] > 0x9F) || (s[0] == 0xF4 && s[1] > 0x8F); /* surrogates; above U+10FFFF */
   return too_long || none ? 0 : bytes;
 }
-/* Names are any bytes, JSON is UTF-8: what is none becomes U+FFFD. */
+/* Writes text as the content of a JSON string; leaves out the separator \1. Names are any bytes, JSON is UTF-8: what is
+ * none becomes U+FFFD. */
 static void write_text(FILE *f, const char *text) {
   for (const unsigned char *s = (const unsigned char *)text; *s;) {
     const int bytes = utf8_bytes(s);

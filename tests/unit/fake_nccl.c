@@ -280,7 +280,6 @@ static kernel_t *kernel_new(struct nccl_comm *comm, cu_stream_t stream) {
   return k;
 }
 
-/* A call that queues an operation: alone, or as a part of the thread's group. */
 /* With the lock. NCCL would copy to what was mapped at the address when it was registered. */
 static void look_up(const struct nccl_comm *comm, const void *buffer, uint64_t bytes, const char *function) {
   for (const registration_t *r = comm->registered; r; r = r->next) {
@@ -293,6 +292,7 @@ static void look_up(const struct nccl_comm *comm, const void *buffer, uint64_t b
   }
   beside_registered += comm->registered != NULL;
 }
+/* A call that queues an operation: alone, or as a part of the thread's group. */
 static nccl_result_t operation(struct nccl_comm *comm, cu_stream_t stream, op_t op, const char *function) {
   pthread_mutex_lock(&lock);
   nccl_result_t result = begin(comm, function);
@@ -430,13 +430,14 @@ API nccl_result_t ncclCommFinalize(nccl_comm_t comm) {
   comm->finalized = true;
   return end(comm, result || comm->blocking ? result : left_to_thread(comm, "ncclCommFinalize"));
 }
-/* With the lock, after begin(). */
+/* With the lock. */
 static void forget(registration_t **at) {
   registration_t *r = *at;
   *at = r->next;
   registered--;
   free(r);
 }
+/* With the lock, after begin(). */
 static nccl_result_t over(nccl_comm_t comm, nccl_result_t result) {
   while (comm->registered) forget(&comm->registered);
   comm->over = true;
@@ -629,24 +630,15 @@ API uint32_t fake_nccl_max_ctas(const char *function) {
   pthread_mutex_unlock(&lock);
   return most;
 }
-API uint32_t fake_nccl_in_registered(void) {
+static uint32_t read_count(const uint32_t *count) {
   pthread_mutex_lock(&lock);
-  const uint32_t count = in_registered;
+  const uint32_t value = *count;
   pthread_mutex_unlock(&lock);
-  return count;
+  return value;
 }
-API uint32_t fake_nccl_beside_registered(void) {
-  pthread_mutex_lock(&lock);
-  const uint32_t count = beside_registered;
-  pthread_mutex_unlock(&lock);
-  return count;
-}
-API uint32_t fake_nccl_registered(void) {
-  pthread_mutex_lock(&lock);
-  const uint32_t count = registered;
-  pthread_mutex_unlock(&lock);
-  return count;
-}
+API uint32_t fake_nccl_in_registered(void) { return read_count(&in_registered); }
+API uint32_t fake_nccl_beside_registered(void) { return read_count(&beside_registered); }
+API uint32_t fake_nccl_registered(void) { return read_count(&registered); }
 API void fake_nccl_async(uint32_t rank, int result) {
   pthread_mutex_lock(&lock);
   async_results[rank] = result;

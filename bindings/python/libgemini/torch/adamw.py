@@ -100,11 +100,9 @@ class AdamwRule:
     def let_go(self, record):
         if self.speculation:
             self.speculation.forget()
-        if record in self.holders:
-            self.holders.pop(record).let_go(AdamwState.detach)
-        for kind in ("momentum", "variance"):
-            self.detach(record.states[kind])
-            self.holders.pop(record.states[kind], None)
+        self.detach_all(record)
+        for owner in (record, record.states["momentum"], record.states["variance"]):
+            self.holders.pop(owner, None)
         self.arenas[record.place.arena].remove(record)
         record.step = None
         if record.split:
@@ -446,17 +444,22 @@ class AdamwRule:
         if place in self.holders:
             self.holders[place].let_go(become_copy, but)
 
+    def detach_all(self, record, own=None):
+        """Before a parameter has another state: who has the one that it had keeps its values, but for own."""
+        if record in self.holders:
+            self.holders[record].let_go(AdamwState.detach, own)
+        for kind in ("momentum", "variance"):
+            self.detach(record.states[kind])
+
     def set_state(self, record, values, own=None):
         """own: The AdamwState that stays the parameter's; others that users have keep their values."""
         values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
         layout = self.layout_of(record, values)
         self.check(record, {**layout, "master": torch.float32} if "master" in record.states else layout)
         self.session.backward.settle()
-        if record in self.holders:
-            self.holders[record].let_go(AdamwState.detach, own)
+        self.detach_all(record, own)
         record.step = count_of(values["step"]) if values else None
         for kind in ("momentum", "variance"):
-            self.detach(record.states[kind])
             record.states[kind].zero()
         for name in set(values) - {"step"}:
             narrow.seen(record, self.NAMES[name]).write(values[name])

@@ -45,15 +45,11 @@ class Held:
 
     def let_go(self, detach, but=None):
         """Calls detach(holder) for each that somebody still has, and forgets them. but: One that stays as it is."""
-        refs, self.refs = self.refs, []
-        for ref in refs:
+        for ref in self.refs:
             holder = ref()
-            if holder is None:
-                continue
-            if holder is but:
-                self.refs.append(ref)
-            else:
+            if holder is not None and holder is not but:
                 detach(holder)
+        self.refs = [ref for ref in self.refs if but is not None and ref() is but]
 
 
 class States(collections.abc.MutableMapping):
