@@ -172,7 +172,8 @@ typedef void (*gemini_comm_abort_fn)(void *user, const char *why);
 /** Optional, for groups with GEMINI_GROUP_REGISTER; called of the first table only. Gathers, and the broadcasts of what
  *  they leave over, will often run within these size_bytes bytes of the manager's device, at these addresses, behind
  *  which the memory stays the same until unregister_memory(). Each rank calls it for itself, by the thread that calls
- *  collectives or inside a call of the manager. A failure fails nothing: gathers then run at other addresses.
+ *  collectives or inside a call of the manager; collectives in other memory may be under way. A failure fails nothing:
+ *  gathers then run at other addresses.
  *  @param handle_out  what unregister_memory() gets; may stay as it is */
 typedef gemini_status_t (*gemini_comm_register_memory_fn)(void *user, void *memory, uint64_t size_bytes,
                                                           void **handle_out);

@@ -189,30 +189,38 @@ static gemini_status_t bring(table_user_t *u, const void *mine, uint64_t bytes) 
   if (!status && bytes) memcpy(u->area->bytes[u->rank], mine, bytes);
   return status ? status : meet(u);
 }
+/* The caller's thread registers while the thread of a stream gathers. */
+static pthread_mutex_t memories_lock = PTHREAD_MUTEX_INITIALIZER;
 static gemini_status_t table_register(void *user, void *memory, uint64_t bytes, void **handle_out) {
   table_user_t *u = user;
   if (u->registered + 1 == u->refused_at) return GEMINI_ERR_IO;
+  CHECK(!pthread_mutex_lock(&memories_lock));
   uint32_t i = 0;
   while (i < 64 && u->memories[i].memory) i++;
   CHECK(i < 64 && memory && bytes == WORLD_CHUNK);
   u->memories[i].memory = memory;
   u->memories[i].bytes = bytes;
   u->registered++;
+  CHECK(!pthread_mutex_unlock(&memories_lock));
   *handle_out = (void *)(uintptr_t)(i + 1);
   return GEMINI_OK;
 }
 static void table_unregister(void *user, void *handle) {
   table_user_t *u = user;
   const uintptr_t i = (uintptr_t)handle - 1;
+  CHECK(!pthread_mutex_lock(&memories_lock));
   CHECK(i < 64 && u->memories[i].memory);
   (void)*(const volatile unsigned char *)u->memories[i].memory; /* it is there still */
   u->memories[i].memory = NULL;
   u->registered--;
+  CHECK(!pthread_mutex_unlock(&memories_lock));
 }
 static void look_up(table_user_t *u, const unsigned char *buffer) {
+  CHECK(!pthread_mutex_lock(&memories_lock));
   for (uint32_t i = 0; i < 64; i++)
     u->in_registered += u->memories[i].memory && buffer - u->memories[i].memory >= 0 &&
                         buffer - u->memories[i].memory < (int64_t)u->memories[i].bytes;
+  CHECK(!pthread_mutex_unlock(&memories_lock));
 }
 static gemini_status_t table_gather(void *user, void *buffer, uint64_t bytes, void *stream, const char *label) {
   table_user_t *u = user;
