@@ -31,6 +31,13 @@ done
 
 tests/setup.sh --test || exit 1
 took="setup $SECONDS s"
+# What one lane has compiled another one need not: nothing of it depends on the build folder but a name in the debugger's
+# tables. Who wants other settings has set them.
+if command -v ccache >/dev/null; then
+  export CMAKE_C_COMPILER_LAUNCHER=${CMAKE_C_COMPILER_LAUNCHER-ccache}
+  export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
+  export CCACHE_DIR=${CCACHE_DIR:-$PWD/build/ccache} CCACHE_NOHASHDIR=1 CCACHE_MAXSIZE=${CCACHE_MAXSIZE:-2G}
+fi
 
 # What each lane builds, and how its tests run, says CMakePresets.json.
 lane() {

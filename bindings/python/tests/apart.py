@@ -4,6 +4,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -30,10 +31,12 @@ def apart(function: Callable, *args: object, seconds: float = HANG_SECONDS) -> t
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
+    gc.freeze()  # what is imported is a million objects, which each full collection of the child would go through
     child = os.fork()
     if child == 0:
         os.close(read)
         _child(function, args, write)
+    gc.unfreeze()
     os.close(write)
     try:
         data, hangs = _receive(read, seconds)
