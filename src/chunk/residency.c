@@ -266,14 +266,19 @@ bool gmi_frames_left(const gmi_manager_t *m) {
          (m->nonmodel.heap && m->nonmodel.frames > gmi_heap_pages_used(m->nonmodel.heap));
 }
 
-/* May a mapping have its former frame again, which spares the calls that map another one? With GMI_TAKE_READY not if
- * its work would have to wait for the frame, and not for another: the frame was given back later than most free ones,
- * its fence has not been reached, and it has had another user since. Mappings last, so frames would follow each other
- * so in each iteration. */
+/* May a mapping have its former frame again, which spares the calls that map another one? With GMI_TAKE_READY and
+ * GMI_TAKE_SOON not if its work would have to wait for the frame, and not, or much less, for another: its fence has not
+ * been reached, it has had another user since, and it was given back later than most free ones (READY), or than FAR
+ * others (SOON). Mappings last, so frames would follow each other so in each iteration. */
+enum { FAR = 64 }; /* that many copies take 20 ms and more where to map a frame takes 0.4 */
 static bool suits_again(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t frame, uint32_t flags) {
   const gmi_frame_t *f = &m->frames.at[frame];
-  return f->free && (!(flags & GMI_TAKE_READY) || f->ready == mapping->left ||
-                     m->frames.given - f->given >= m->frames.free_count / 2 || gmi_fence_reached(m, f->ready));
+  if (!f->free) return false;
+  const bool late = m->frames.given - f->given < m->frames.free_count / 2;
+  const gmi_frame_t *first = &m->frames.at[m->frames.free_first];
+  const bool far = f->given - first->given >= FAR && f->ready != first->ready;
+  if (!(flags & GMI_TAKE_READY && late) && !(flags & GMI_TAKE_SOON && far)) return true;
+  return f->ready == mapping->left || gmi_fence_reached(m, f->ready);
 }
 
 /* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget

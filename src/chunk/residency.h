@@ -14,7 +14,8 @@ void gmi_move_name(gmi_manager_t *m, const gmi_chunk_t *c, uint32_t reason, char
 enum {
   GMI_TAKE_EVICT = 1,  /* evict a chunk when no frame is free */
   GMI_TAKE_CACHED = 2, /* evict one of which no next use is known and which needs no copy to leave, if there is one */
-  GMI_TAKE_READY = 4   /* rather map another frame than wait longer for the one that is mapped */
+  GMI_TAKE_READY = 4,  /* rather map another frame than wait longer for the one that is mapped */
+  GMI_TAKE_SOON = 8    /* likewise, if that is much longer */
 };
 /* Is there a frame that can be taken without an eviction? */
 bool gmi_frames_left(const gmi_manager_t *m);

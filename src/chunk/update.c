@@ -263,7 +263,7 @@ gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *r
           gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, p->chunks[held])->name, why);
   }
   for (uint32_t i = 0; !status && i < p->count; i++)
-    status = gmi_chunk_fetch(m, p->chunks[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT);
+    status = gmi_chunk_fetch(m, p->chunks[i], false, GEMINI_REASON_UPDATE, GMI_TAKE_EVICT | GMI_TAKE_SOON);
   if (!status) status = gmi_fence_wait(m, stream, k->after);
   for (uint32_t i = 0; !status && i < p->count; i++) status = gmi_chunk_wait(m, stream, p->chunks[i], p->modes[i]);
   gmi_fence_t begin = 0;

@@ -125,11 +125,54 @@ static void test_who_must_not_wait_gets_another_frame(void) {
   world_close(&w);
 }
 
+/* Of 80 frames the first chunk's former one is given back behind `before` others, and is the only one that work uses. */
+static void case_of_many_frames(uint64_t before, bool waits) {
+  enum { MANY = 80, SMALL = 65536 };
+  gemini_config_t c = world_config(1, 1, 0);
+  c.chunk_bytes = SMALL;
+  c.device_bytes = MANY * SMALL;
+  c.host_bytes = (MANY + 2) * SMALL;
+  world_t w = world_open(c);
+  uint64_t offset;
+  uint32_t former;
+  _Atomic bool open = false;
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
+  CHECK_OK(gemini_arena_take(w.mgr, arena, (MANY + 1) * SMALL, &offset));
+  world_fill(&w, arena, 0, (MANY + 1) * SMALL, GEMINI_TIER_HOST, 1);
+  for (uint64_t i = 0; i <= MANY; i++) {
+    gemini_access_t a = world_part(arena, i * SMALL, SMALL, GEMINI_READ, GEMINI_TIER_DEVICE);
+    if (i == MANY) {
+      gemini_access_t first = world_part(arena, 0, SMALL, 0, GEMINI_TIER_HOST);
+      CHECK_OK(gemini_move(w.mgr, &first, 1));
+      CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+      CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, &open));
+    }
+    CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+    CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
+  }
+  for (uint64_t i = 1; i <= MANY; i++) {
+    const uint64_t leaves = i <= before ? i : i == before + 1 ? MANY : i - 1;
+    gemini_access_t a = world_part(arena, leaves * SMALL, SMALL, 0, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_move(w.mgr, &a, 1));
+  }
+  CHECK_EQ(frame_for(&w, GMI_TAKE_SOON, &former) == former, waits);
+  CHECK_EQ(frame_for(&w, 0, &former), former);
+  atomic_store(&open, true);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  CHECK_EQ(frame_for(&w, GMI_TAKE_SOON, &former), former);
+  world_close(&w);
+}
+static void test_who_would_wait_long_gets_another_frame(void) {
+  case_of_many_frames(70, false);
+  case_of_many_frames(10, true);
+}
+
 int main(void) {
   RUN(test_who_comes_again_is_mapped_already);
   RUN(test_frames_that_end_leave_no_address_behind);
   fake_cuda_reset();
   gmi_cuda_driver_replace(NULL);
   RUN(test_who_must_not_wait_gets_another_frame);
+  RUN(test_who_would_wait_long_gets_another_frame);
   return check_done();
 }
