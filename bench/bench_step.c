@@ -1,7 +1,7 @@
-/* Times a training step of a LLaMA on the simulated device, with the times of a GPU: operators, updates and copies sleep for
- * as long as they are said to take, and so nothing but the library's decisions, plans and order of work make a step
- * longer. What a change of them brings can be seen without a GPU, up to what the calling thread itself would cost
- * there, such as mappings. SPDX-License-Identifier: Apache-2.0
+/* Times a training step of a LLaMA on the simulated device, with the times of a GPU: operators, updates and copies
+ * sleep for as long as they are said to take, and so nothing but the library's decisions, plans and order of work make
+ * a step longer. What a change of them brings can be seen without a GPU, up to what the calling thread itself would
+ * cost there, such as mappings. SPDX-License-Identifier: Apache-2.0
  *
  * A step adds the gradients of some micro-batches; the update follows a norm of all gradients, as with clipping that
  * never clips, and is speculated meanwhile. Each unit (embedding, blocks, head) is an operator in either pass. A chunk
@@ -54,8 +54,8 @@ static bool ok(gemini_status_t status, const char *what) {
     if (!ok((call), (what))) return false; \
   } while (0)
 
-/* ---- work that sleeps. A resource goes on where its last work has ended, if that was just now: sleeps that end late do
- * not add up. */
+/* ---- work that sleeps. A resource goes on where its last work has ended, if that was just now: sleeps that end late
+ * do not add up. */
 typedef struct {
   uint64_t end_ns;
 } resource_t;

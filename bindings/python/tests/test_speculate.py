@@ -116,7 +116,8 @@ def test_steps_that_are_not_clipped_take_over_all_of_it(session, dtype, micro):
             loop.backward()
             loop.step(1e9)
 
-    speculated, committed, dropped = same_twice(session, program, dtype=dtype, micro=micro)
+    # Where a plan may choose, how much it leaves to the host depends on the times that it has measured.
+    speculated, committed, dropped = same_twice(session, program, dtype=dtype, micro=micro, placement="cpu")
     # The first step is watched; from the second one on all is computed ahead, as far as states are on the host.
     assert committed > 2 * ELEMENTS and committed <= 5 * ELEMENTS
     assert dropped <= speculated - committed
@@ -181,7 +182,7 @@ def test_clipped_now_and_then(session):
             loop.backward()
             loop.step(1e-3 if step in (4, 5) else 1e9)
 
-    speculated, committed, dropped = same_twice(session, program)
+    speculated, committed, dropped = same_twice(session, program, placement="cpu")
     assert dropped > 0 and committed > 3 * ELEMENTS
 
 
@@ -332,7 +333,7 @@ def test_loss_scaling(session):
             scaler.update()
             loop.optimizer.zero_grad()
 
-    _, committed, dropped = same_twice(session, program)
+    _, committed, dropped = same_twice(session, program, placement="cpu")
     assert committed > 2 * ELEMENTS and dropped > 0
 
 
@@ -347,7 +348,7 @@ def test_a_scheduler_and_groups(session):
             loop.step(1e9)
             scheduler.step()
 
-    _, committed, dropped = same_twice(session, program)
+    _, committed, dropped = same_twice(session, program, placement="cpu")
     assert committed > 2 * ELEMENTS and dropped == 0
 
 
