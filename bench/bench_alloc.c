@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "alloc_trace.h"
+#include "call.h"
 #include "cli.h"
 #include "gemini.h"
 #include "gemini/hook.h"
@@ -21,13 +22,7 @@ static uint64_t pairs = 200000, scale = 1, chunk_bytes = UINT64_C(2) << 20, ordi
 static uint32_t device;
 static void *stream; /* the native handle that hooks take */
 
-static bool ok(gemini_status_t status, const char *what) {
-  if (status == GEMINI_OK) return true;
-  gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
-  (void)gemini_last_error(&error);
-  cli_error(PROGRAM, "%s: %s", what, error.message);
-  return false;
-}
+static bool ok(gemini_status_t status, const char *what) { return call_ok(PROGRAM, status, what); }
 
 static void *get(void *user, uint64_t size_bytes) {
   (void)user;

@@ -14,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "call.h"
 #include "cli.h"
 #include "gemini.h"
 #include "row.h"
@@ -41,13 +42,7 @@ static uint64_t change(record_t *record, uint64_t by) {
   return word;
 }
 
-static bool ok(gemini_status_t status, const char *what) {
-  if (status == GEMINI_OK) return true;
-  gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
-  (void)gemini_last_error(&error);
-  cli_error(PROGRAM, "%s: %s", what, error.message);
-  return false;
-}
+static bool ok(gemini_status_t status, const char *what) { return call_ok(PROGRAM, status, what); }
 
 typedef struct worker {
   pthread_t thread;

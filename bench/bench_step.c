@@ -12,6 +12,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "call.h"
 #include "cli.h"
 #include "gemini.h"
 #include "row.h"
@@ -42,13 +43,7 @@ static gemini_stream_t stream;
 static gemini_arena_t arenas[ARENAS];
 static void *kept[UNITS_MAX]; /* what a unit's forward pass leaves for its backward pass */
 
-static bool ok(gemini_status_t status, const char *what) {
-  if (status == GEMINI_OK) return true;
-  gemini_error_info_t error = GEMINI_ERROR_INFO_INIT;
-  (void)gemini_last_error(&error);
-  cli_error(PROGRAM, "%s: %s", what, error.message);
-  return false;
-}
+static bool ok(gemini_status_t status, const char *what) { return call_ok(PROGRAM, status, what); }
 #define TRY(call, what)                    \
   do {                                     \
     if (!ok((call), (what))) return false; \
