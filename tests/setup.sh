@@ -44,7 +44,7 @@ install_packages "${packages[@]}"
 if ((tools)) && ! { command -v clang && command -v clang++; } >/dev/null; then
   install_packages clang || echo "setup.sh: clang cannot be installed: the lane clang of tests/run.sh is skipped" >&2
 fi
-# Lanes of tests/run.sh compile much alike, and tests of the packages the same again.
+# Lanes of tests/run.sh compile much alike.
 if ((tools)) && ! command -v ccache >/dev/null; then
   install_packages ccache || echo "setup.sh: ccache cannot be installed: builds take longer" >&2
 fi

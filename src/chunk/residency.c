@@ -266,11 +266,11 @@ bool gmi_frames_left(const gmi_manager_t *m) {
          (m->nonmodel.heap && m->nonmodel.frames > gmi_heap_pages_used(m->nonmodel.heap));
 }
 
+enum { FAR = 64 }; /* that many copies take 20 ms and more where to map a frame takes 0.4 */
 /* May a mapping have its former frame again, which spares the calls that map another one? With GMI_TAKE_READY and
  * GMI_TAKE_SOON not if its work would have to wait for the frame, and not, or much less, for another: its fence has not
  * been reached, it has had another user since, and it was given back later than most free ones (READY), or than FAR
  * others (SOON). Mappings last, so frames would follow each other so in each iteration. */
-enum { FAR = 64 }; /* that many copies take 20 ms and more where to map a frame takes 0.4 */
 static bool suits_again(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t frame, uint32_t flags) {
   const gmi_frame_t *f = &m->frames.at[frame];
   if (!f->free) return false;

@@ -79,8 +79,8 @@ static void test_frames_that_end_leave_no_address_behind(void) {
 static void stand_still(void *user) {
   while (!atomic_load((_Atomic bool *)user)) usleep(100);
 }
-static void leave(const world_t *w, gemini_arena_t arena, uint64_t i) {
-  gemini_access_t a = world_part(arena, i * W, W, 0, GEMINI_TIER_HOST);
+static void leave(const world_t *w, gemini_arena_t arena, uint64_t i, uint64_t chunk_bytes) {
+  gemini_access_t a = world_part(arena, i * chunk_bytes, chunk_bytes, 0, GEMINI_TIER_HOST);
   CHECK_OK(gemini_move(w->mgr, &a, 1));
 }
 /* The frame that an arena's first chunk would get. */
@@ -109,13 +109,13 @@ static void test_who_must_not_wait_gets_another_frame(void) {
   CHECK_OK(gemini_arena_take(w.mgr, arena, (FRAMES + 1) * W, &offset));
   for (uint64_t i = 0; i <= FRAMES; i++) world_fill(&w, arena, i * W, W, GEMINI_TIER_HOST, i + 1);
   for (uint64_t i = 0; i < FRAMES; i++) through_device(&w, arena, i);
-  leave(&w, arena, 0);
+  leave(&w, arena, 0, W);
   CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
   CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, &open));
   gemini_access_t last = world_part(arena, FRAMES * W, W, GEMINI_READ, GEMINI_TIER_DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &last, 1, w.stream));
   CHECK_OK(gemini_release(w.mgr, &last, 1, w.stream));
-  for (uint64_t i = 1; i <= FRAMES; i++) leave(&w, arena, i);
+  for (uint64_t i = 1; i <= FRAMES; i++) leave(&w, arena, i, W);
   CHECK_EQ(frame_for(&w, GMI_TAKE_READY, &former) == former, false);
   CHECK_EQ(frame_for(&w, 0, &former), former);
   atomic_store(&open, true);
@@ -142,8 +142,7 @@ static void case_of_many_frames(uint64_t before, bool waits) {
   for (uint64_t i = 0; i <= MANY; i++) {
     gemini_access_t a = world_part(arena, i * SMALL, SMALL, GEMINI_READ, GEMINI_TIER_DEVICE);
     if (i == MANY) {
-      gemini_access_t first = world_part(arena, 0, SMALL, 0, GEMINI_TIER_HOST);
-      CHECK_OK(gemini_move(w.mgr, &first, 1));
+      leave(&w, arena, 0, SMALL);
       CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
       CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, &open));
     }
@@ -151,9 +150,7 @@ static void case_of_many_frames(uint64_t before, bool waits) {
     CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
   }
   for (uint64_t i = 1; i <= MANY; i++) {
-    const uint64_t leaves = i <= before ? i : i == before + 1 ? MANY : i - 1;
-    gemini_access_t a = world_part(arena, leaves * SMALL, SMALL, 0, GEMINI_TIER_HOST);
-    CHECK_OK(gemini_move(w.mgr, &a, 1));
+    leave(&w, arena, i <= before ? i : i == before + 1 ? MANY : i - 1, SMALL);
   }
   CHECK_EQ(frame_for(&w, GMI_TAKE_SOON, &former) == former, waits);
   CHECK_EQ(frame_for(&w, 0, &former), former);
