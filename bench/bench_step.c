@@ -227,8 +227,8 @@ int main(int argc, char **argv) {
   const int done =
       cli_parse(PROGRAM, "Times a training step whose work sleeps, on the simulated device.", options, argc, argv);
   if (done >= 0) return done;
-  if (!(copy_ms > 0)) {
-    cli_error(PROGRAM, "--copy-ms is %g: want more than 0", copy_ms);
+  if (copy_ms < 1e-6 || copy_ms > 1e6) { /* a rate of 0 would stand for copies that take no time */
+    cli_error(PROGRAM, "--copy-ms is %g: want 1e-6 to 1e6", copy_ms);
     return CLI_EXIT_USAGE;
   }
   return run() ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
