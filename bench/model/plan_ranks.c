@@ -139,7 +139,9 @@ static bool add_gathers(builder_t *b, gmi_plan_input_t *in, uint32_t share) {
                                        .frames = b->frames,
                                        .use_first = b->use_first,
                                        .uses = b->uses,
-                                       .ahead = GMI_GATHERS_AHEAD };
+                                       .ahead = GMI_GATHERS_AHEAD,
+                                       .burst = GMI_GATHERS_BURST,
+                                       .batch = GMI_GATHERS_BATCH };
   for (uint32_t op = 0; op < b->ops; op++) {
     const uint32_t need = b->own[op] + b->others[op];
     b->frames[op] = need > in->frame_count ? 0 : b->own[op] + (in->frame_count - need) * share / (SHARES - 1);

@@ -3,7 +3,7 @@
  * A walk over the ops. At each op, chunks leave until the op has no more than its frames; then the chunks that it uses
  * are gathered, as far as they are missing; then those of the next ops, in their order, while each op until then has a
  * free frame, or a frame of a chunk that is needed later than the one that is gathered, and not too many wait for their
- * use. */
+ * use or are gathered at once. Too few at once are taken back. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,6 +23,8 @@ typedef struct {
   uint32_t *place;    /* [chunk_count] where a chunk is in gathered; NEVER: it is not gathered */
   bool *waits;        /* [chunk_count] gathered, and not used since */
   uint32_t gathered_count, waiting;
+  uint32_t waiting_before; /* at the op's begin, behind its own gathers */
+  uint32_t next_op;        /* the next op behind it that uses any chunk */
 } walk_t;
 
 /* The first op from `op` on that uses the chunk. */
@@ -88,6 +90,7 @@ static bool gather(walk_t *w, uint32_t op, uint32_t of, uint32_t frames) {
     uint32_t chunk = w->in->uses[k];
     if (w->place[chunk] != NEVER) continue;
     if (op != of && w->in->ahead && w->waiting >= w->in->ahead) return false;
+    if (of > w->next_op && w->in->burst && w->waiting - w->waiting_before >= w->in->burst) return false;
     while (w->gathered_count >= frames)
       if (!one_leaves(w, op, of)) break;
     if (op != of && w->gathered_count >= frames) return false;
@@ -96,6 +99,34 @@ static bool gather(walk_t *w, uint32_t op, uint32_t of, uint32_t frames) {
     add_event(w, chunk, false);
   }
   return true;
+}
+
+/* Are these events, from `first` on, not worth a call of their own yet? The first that gathers does so for the nearest
+ * op. */
+static bool are_few(walk_t *w, uint32_t op, uint32_t first) {
+  const uint32_t count = w->waiting - w->waiting_before;
+  if (w->lost || !count || count >= w->in->batch || 2 * count >= w->waiting) return false;
+  while (w->plan.events[first].leaves) first++;
+  return next_use(w, w->plan.events[first].chunk, op + 1) != w->next_op;
+}
+
+/* Gathers what the ops behind op use. frames: those of op. What leaves for it waits for no op before those. */
+static void gather_ahead(walk_t *w, uint32_t op, uint32_t frames) {
+  const gmi_gather_input_t *in = w->in;
+  const uint32_t first = w->event_count;
+  w->waiting_before = w->waiting;
+  w->next_op = op + 1;
+  while (w->next_op < in->op_count && in->use_first[w->next_op] == in->use_first[w->next_op + 1]) w->next_op++;
+  for (uint32_t ahead = op + 1; ahead < in->op_count && w->gathered_count < in->chunk_count; ahead++) {
+    if (!gather(w, op, ahead, frames)) break;
+    if (in->frames[ahead] < frames) frames = in->frames[ahead];
+  }
+  if (!are_few(w, op, first)) return;
+  while (w->event_count > first) {
+    const gmi_gather_event_t *e = &w->plan.events[--w->event_count];
+    if (e->leaves) add_chunk(w, e->chunk);
+    else remove_chunk(w, e->chunk);
+  }
 }
 
 /* An op that acquires its chunks by itself, and has no frame for others meanwhile. Only what stays is there behind
@@ -130,12 +161,9 @@ static gemini_status_t walk(walk_t *w) {
       continue;
     }
     while (w->gathered_count > in->frames[op] && one_leaves(w, op, op)) continue;
-    uint32_t frames = in->frames[op];
-    (void)gather(w, op, op, frames);
-    for (uint32_t ahead = op + 1; ahead < in->op_count && w->gathered_count < in->chunk_count; ahead++) {
-      if (!gather(w, op, ahead, frames)) break;
-      if (in->frames[ahead] < frames) frames = in->frames[ahead];
-    }
+    w->next_op = op;
+    (void)gather(w, op, op, in->frames[op]);
+    gather_ahead(w, op, in->frames[op]);
     w->plan.gathered[op] = w->gathered_count;
   }
   w->plan.event_first[in->op_count] = w->event_count;

@@ -246,14 +246,20 @@ uint64_t gmi_chunk_size_search(const gmi_chunk_search_t *search);
  *
  * Ahead: a driver holds about 1,000 entries for a stream, and makes the calling thread wait when there are more. The
  * copy of one slice takes up to five. Copies that wait for updates on the host must not keep the next operator from
- * being queued, as those of 427 chunks once did (bench/results/2026-11-28-ranks-h200.md). */
-enum { GMI_GATHERS_AHEAD = 128 };
+ * being queued, as those of 427 chunks once did (bench/results/2026-11-28-ranks-h200.md).
+ * Burst: to queue a gather takes the calling thread up to 0.3 ms where cores are busy, and the operator is queued
+ * behind those of its begin. Batch: to queue one takes about as long as to queue several together (as in
+ * chunk/collectives.c), so those of later operators wait until there are some. */
+enum { GMI_GATHERS_AHEAD = 128, GMI_GATHERS_BURST = 32, GMI_GATHERS_BATCH = 8 };
 typedef struct gmi_gather_input {
   uint32_t op_count, chunk_count;
   const uint32_t *frames;    /* [op_count] for gathered chunks, from the op's begin to that of the next */
   const uint32_t *use_first; /* [op_count + 1] an op's first use in uses */
   const uint32_t *uses;      /* chunks, below chunk_count; those of one op all differ */
   uint32_t ahead;            /* gathered chunks which no op has used yet, at most, beside the op's own; 0: no limit */
+  uint32_t burst;            /* chunks gathered ahead at one op, at most; 0: no limit */
+  uint32_t batch;            /* and at least, or half of those that then wait for their use; 0: no limit. Both do not
+                              * hold for what the next op that uses any chunk needs */
   bool stays;                /* what is gathered never leaves, also not behind an op on demand */
 } gmi_gather_input_t;
 typedef struct gmi_gather_event {

@@ -420,6 +420,8 @@ static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t grou
   free(seen);
   n->use_first[r->op_count] = count;
   n->input.ahead = GMI_GATHERS_AHEAD;
+  n->input.burst = GMI_GATHERS_BURST;
+  n->input.batch = GMI_GATHERS_BATCH;
   n->input.op_count = r->op_count;
   n->input.chunk_count = chunks;
   n->input.frames = n->frames;

@@ -38,7 +38,9 @@ static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32
   uint32_t have = 0, gathers = 0;
   *ahead_out = 0;
   for (uint32_t op = 0; op < p->in.op_count; op++) {
-    const uint32_t own = p->first[op + 1] - p->first[op];
+    const uint32_t own = p->first[op + 1] - p->first[op], before = *ahead_out;
+    uint32_t next = op + 1; /* the next op that uses any chunk */
+    while (next < p->in.op_count && p->first[next] == p->first[next + 1]) next++;
     CHECK_EQ(plan->on_demand[op], own > p->frames[op]);
     for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) waits[p->uses[k]] = false;
     for (uint32_t e = plan->event_first[op]; e < plan->event_first[op + 1]; e++) {
@@ -59,6 +61,12 @@ static uint32_t replay(const program_t *p, const gmi_gather_plan_t *plan, uint32
       CHECK(!waits[chunk] || !p->in.ahead || waiting <= p->in.ahead);
     }
     CHECK_EQ(plan->gathered[op], have);
+    for (uint32_t e = plan->event_first[op]; p->in.burst && e < plan->event_first[op + 1]; e++) {
+      bool needed = false;
+      for (uint32_t k = p->first[op]; next < p->in.op_count && k < p->first[next + 1]; k++)
+        needed |= (k < p->first[op + 1] || k >= p->first[next]) && p->uses[k] == plan->events[e].chunk;
+      if (!needed && !plan->events[e].leaves) CHECK(*ahead_out - before <= p->in.burst);
+    }
     if (!p->in.stays) CHECK(have <= (plan->on_demand[op] ? 0 : p->frames[op]));
     for (uint32_t k = p->first[op]; k < p->first[op + 1]; k++) {
       uint32_t chunk = p->uses[k];
@@ -112,6 +120,75 @@ static void test_not_too_many_wait_for_their_use(void) {
   CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
   for (uint32_t op = 0; op < 16; op++) CHECK_EQ(plan.gathered[op], op < 4 ? op + 4 : 8);
   gmi_gather_plan_free(&plan);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 7);
+}
+
+/* The first operator is not kept waiting until all have been queued. */
+static void test_not_too_many_are_gathered_at_once(void) {
+  program_t p = there_and_back(8);
+  p.in.burst = 2;
+  gmi_gather_plan_t plan;
+  const gmi_gather_input_t in = input_of(&p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  for (uint32_t op = 0; op < 16; op++) CHECK_EQ(plan.gathered[op], op < 3 ? 1 + 2 * (op + 1) : 8);
+  gmi_gather_plan_free(&plan);
+  uint32_t ahead;
+  CHECK_EQ(plan_and_replay(&p, &ahead), 8);
+  CHECK_EQ(ahead, 7);
+}
+
+/* Nor is the second kept waiting for what it needs itself. */
+static void test_the_next_operator_has_all_that_it_needs(void) {
+  static const uint32_t chunks[] = { 0, 1, 2, 3, 4, 5, 6, 7 };
+  program_t p = { .in = { .chunk_count = 8, .burst = 2 } };
+  all_frames(&p, 8);
+  add_op(&p, chunks, 1);
+  add_op(&p, NULL, 0);
+  add_op(&p, chunks + 1, 6);
+  add_op(&p, chunks + 7, 1);
+  gmi_gather_plan_t plan;
+  const gmi_gather_input_t in = input_of(&p);
+  CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+  CHECK_EQ(plan.gathered[0], 7); /* all but the last one, for which there is a frame */
+  CHECK_EQ(plan.gathered[1], 8);
+  gmi_gather_plan_free(&plan);
+}
+
+/* One chunk for each of 24 operators, in seven frames: of what waits for its use then, three are gathered together, or
+ * half. */
+static void test_gathers_wait_for_each_other(void) {
+  static const uint32_t
+      wanted[CHUNKS_MOST] = { [0] = 7, [3] = 3, [6] = 3, [9] = 3, [12] = 3, [15] = 3, [19] = 2 /* the last two */ };
+  program_t p = { .in = { .chunk_count = CHUNKS_MOST, .batch = 3 } };
+  all_frames(&p, 7);
+  for (uint32_t c = 0; c < CHUNKS_MOST; c++) add_op(&p, &c, 1);
+  for (; p.in.batch <= CHUNKS_MOST; p.in.batch += CHUNKS_MOST - 3) {
+    gmi_gather_plan_t plan;
+    const gmi_gather_input_t in = input_of(&p);
+    CHECK_EQ(gmi_gather_plan_make(&in, &plan), GEMINI_OK);
+    for (uint32_t op = 0; op < CHUNKS_MOST; op++) {
+      uint32_t gathers = 0;
+      for (uint32_t e = plan.event_first[op]; e < plan.event_first[op + 1]; e++) gathers += !plan.events[e].leaves;
+      CHECK_EQ(gathers, wanted[op]);
+    }
+    gmi_gather_plan_free(&plan);
+    uint32_t ahead;
+    CHECK_EQ(plan_and_replay(&p, &ahead), CHUNKS_MOST);
+    CHECK_EQ(ahead, CHUNKS_MOST - 1); /* no operator waits for its own */
+  }
+}
+
+/* The first operator has no frame for the last chunk of the third one, which the second one has. */
+static void test_what_is_needed_next_does_not_wait(void) {
+  static const uint32_t first[] = { 0 }, third[] = { 1, 2, 3, 4, 5, 6, 7 };
+  program_t p = { .in = { .chunk_count = 8, .batch = 8 } };
+  all_frames(&p, 8);
+  p.frames[0] = 7;
+  add_op(&p, first, 1);
+  add_op(&p, first, 1);
+  add_op(&p, third, 7);
   uint32_t ahead;
   CHECK_EQ(plan_and_replay(&p, &ahead), 8);
   CHECK_EQ(ahead, 7);
@@ -221,6 +298,8 @@ static void test_random_programs_keep_the_rules(void) {
       p.frames[op] = least + (uint32_t)(check_random(&state) >> 33) % (p.in.chunk_count + 1);
     p.in.stays = check_random(&state) >> 63;
     p.in.ahead = (uint32_t)(check_random(&state) >> 33) % 6;
+    p.in.burst = (uint32_t)(check_random(&state) >> 33) % 6;
+    p.in.batch = (uint32_t)(check_random(&state) >> 33) % 6;
     uint32_t ahead, gathers = plan_and_replay(&p, &ahead);
     if (gathers > demand) seed_print(seed);
     CHECK(gathers <= demand); /* never more than if each operator gathered all that it uses */
@@ -230,6 +309,10 @@ static void test_random_programs_keep_the_rules(void) {
 int main(void) {
   RUN(test_everything_is_gathered_once_if_it_fits);
   RUN(test_not_too_many_wait_for_their_use);
+  RUN(test_not_too_many_are_gathered_at_once);
+  RUN(test_the_next_operator_has_all_that_it_needs);
+  RUN(test_gathers_wait_for_each_other);
+  RUN(test_what_is_needed_next_does_not_wait);
   RUN(test_what_is_needed_soonest_stays);
   RUN(test_one_frame_is_enough_for_one_chunk_at_a_time);
   RUN(test_an_operator_with_more_chunks_than_frames_is_on_demand);
