@@ -879,11 +879,12 @@ typedef struct gemini_update_span {
                    arena with mode WRITE, ptr is as out; for one with mode READ, out is as ptr */
 } gemini_update_span_t;
 /** Updates one span.
- *  HOST: it is called on the library's workers, several spans at once, and must not call the library. DEVICE: it is
- *  called on the thread of gemini_update(); for a span that had to wait, on a thread that uses one of its chunks or
- *  waits for updates, or on a thread of the library; one span of a manager at a time. There it may call
- *  gemini_stream_call() and gemini_stream_native() only, and must not wait for another thread: until it returns, other
- *  threads' calls that look at chunks wait. In both, it may call gemini_last_error() and gemini_error_set().
+ *  HOST: it is called on the library's workers, whose nice values are higher by 10 than that of the thread which opened
+ *  the manager, several spans at once, and must not call the library. DEVICE: it is called on the thread of
+ *  gemini_update(); for a span that had to wait, on a thread that uses one of its chunks or waits for updates, or on a
+ *  thread of the library; one span of a manager at a time. There it may call gemini_stream_call() and
+ *  gemini_stream_native() only, and must not wait for another thread: until it returns, other threads' calls that look
+ *  at chunks wait. In both, it may call gemini_last_error() and gemini_error_set().
  *  @param span  borrowed until return */
 typedef void (*gemini_update_fn)(void *user, const gemini_update_span_t *span);
 /** As gemini_update_fn, but it can fail: gemini_update_t.try_fn. A failure is final. The other spans of the update run

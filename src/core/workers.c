@@ -322,6 +322,7 @@ static void *work(void *user) {
   worker_t *me = user;
   gmi_workers_t *l = me->workers;
   if (l->bound) sched_setaffinity(0, sizeof l->cores, &l->cores); /* refused: it runs where the process may */
+  gmi_thread_give_way(); /* to the threads that queue work for the GPU, which would wait for them */
   pthread_mutex_lock(&l->lock);
   while (!l->stop || l->first) {
     gmi_job_t *job = pick(l);

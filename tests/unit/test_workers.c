@@ -1,6 +1,7 @@
 /* Host workers, with the library's internals: what they wait for, and what they do when it failed.
  * SPDX-License-Identifier: Apache-2.0 */
 #include <sched.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include "../check.h"
@@ -74,6 +75,29 @@ static void test_drain_waits_for_the_jobs_before_it_and_no_others(void) {
   atomic_store(&flooding, false);
   CHECK(!pthread_join(thread, NULL));
   CHECK(atomic_load(&short_done) > 0);
+  OK(gemini_manager_close(mgr));
+}
+
+/* ---- priority */
+static void note_nice(void *user, const gemini_update_span_t *span) {
+  (void)span;
+  atomic_store((_Atomic int *)user, getpriority(PRIO_PROCESS, 0));
+}
+static void test_workers_give_way_to_other_threads(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  _Atomic int nice = -100;
+  gmi_job_t *job = calloc(1, sizeof *job);
+  CHECK(job);
+  job->fn = note_nice;
+  job->user = &nice;
+  job->span.element_count = 1;
+  const int mine = getpriority(PRIO_PROCESS, 0);
+  gmi_workers_push(m, job);
+  gmi_workers_drain(m, __func__);
+  CHECK_EQ(atomic_load(&nice), mine + 10 < 19 ? mine + 10 : 19);
+  CHECK_EQ(getpriority(PRIO_PROCESS, 0), mine);
   OK(gemini_manager_close(mgr));
 }
 
@@ -365,6 +389,7 @@ static void test_workers_run_on_the_cores_near_the_host_memory(void) {
 
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
+  RUN(test_workers_give_way_to_other_threads);
   RUN(test_jobs_on_one_slot_run_in_their_order);
   RUN(test_what_is_used_soonest_overtakes);
   RUN(test_workers_share_a_job);
