@@ -55,7 +55,7 @@ static void changed(gmi_manager_t *m, gmi_chunk_t *c) { (void)m, (void)c; }
 #endif
 
 void gmi_chunks_check(gmi_manager_t *m) {
-  GMI_ASSERT(m->frames.used + m->frames.free_count == m->frames.made);
+  GMI_ASSERT(m->frames.used + m->frames.free.count == m->frames.made);
   GMI_ASSERT(m->io.count ||
              m->check.blocks_held * gmi_block_bytes(m) == m->file.used); /* else transfers own blocks too */
   if (m->check.changed_count <= GMI_CHANGED) {
@@ -73,7 +73,7 @@ void gmi_chunks_forget_checks(gmi_manager_t *m) { m->check.changed_count = 0; }
 
 #ifdef GEMINI_CHECK
 void gmi_balance_check(gmi_manager_t *m) {
-  uint32_t frames = 0, gathered = 0, slots = 0, free_slots = 0, blocks = 0, used_frames = 0;
+  uint32_t frames = 0, gathered = 0, slots = 0, free_slots = 0, blocks = 0, used_frames = 0, due = 0;
   for (uint32_t i = 0; i < GMI_ARENAS; i++) {
     gmi_arena_t *a = gmi_arena_at(m, i);
     for (uint32_t k = 0; a && a->chunks && k < atomic_load(&a->chunk_count); k++) {
@@ -87,8 +87,12 @@ void gmi_balance_check(gmi_manager_t *m) {
       blocks += c->block_ != GMI_NONE && !gmi_block_is_borrowed(c->block_);
     }
   }
-  for (uint32_t i = 0; i < m->frames.capacity; i++) used_frames += m->frames.at[i].chunk != NULL;
-  GMI_ASSERT(frames == used_frames);
+  for (uint32_t i = 0; i < m->frames.capacity; i++) {
+    used_frames += m->frames.at[i].chunk != NULL;
+    due += m->frames.at[i].due;
+    GMI_ASSERT(!m->frames.at[i].due || m->frames.at[i].chunk);
+  }
+  GMI_ASSERT(frames == used_frames && due == m->frames.due.count);
   GMI_ASSERT(frames == m->frames.resident && gathered == m->groups.frames);
   for (uint32_t s = 0; s < m->host.slot_count; s++) free_slots += (m->host.free_map[s >> 6] & 1ull << (s & 63)) != 0;
   GMI_ASSERT(free_slots == m->host.free_count);

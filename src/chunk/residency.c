@@ -180,39 +180,53 @@ void gmi_frames_free(gmi_manager_t *m) {
   free(m->frames.unmade);
   m->frames.at = NULL;
   m->frames.unmade = NULL;
-  m->frames.used = m->frames.capacity = m->frames.count = m->frames.made = m->frames.free_count =
-      m->frames.unmade_count = 0;
+  m->frames.used = m->frames.capacity = m->frames.count = m->frames.made = m->frames.unmade_count = 0;
+  m->frames.free = m->frames.due = (gmi_frame_list_t){ 0 };
+}
+
+static void list_append(gmi_manager_t *m, gmi_frame_list_t *list, uint32_t frame) {
+  gmi_frame_t *f = &m->frames.at[frame];
+  f->next = GMI_NONE;
+  f->previous = list->count ? list->last : GMI_NONE;
+  if (list->count) m->frames.at[list->last].next = frame;
+  else list->first = frame;
+  list->last = frame;
+  list->count++;
+}
+static void list_remove(gmi_manager_t *m, gmi_frame_list_t *list, uint32_t frame) {
+  const gmi_frame_t *f = &m->frames.at[frame];
+  if (frame == list->first) list->first = f->next;
+  else m->frames.at[f->previous].next = f->next;
+  if (frame == list->last) list->last = f->previous;
+  else m->frames.at[f->next].previous = f->previous;
+  list->count--;
 }
 
 /* Removes a frame from the free list: the wished one if it is free, else the head, which was given up longest ago and
  * whose fence is therefore the most likely to have been reached. The list must not be empty. */
 static uint32_t free_take(gmi_manager_t *m, uint32_t wish) {
-  uint32_t frame = wish < m->frames.capacity && m->frames.at[wish].free ? wish : m->frames.free_first;
-  gmi_frame_t *f = &m->frames.at[frame];
-  if (frame == m->frames.free_first) m->frames.free_first = f->next;
-  else m->frames.at[f->previous].next = f->next;
-  if (frame == m->frames.free_last) m->frames.free_last = f->previous;
-  else m->frames.at[f->next].previous = f->previous;
-  f->free = false;
-  m->frames.free_count--;
+  uint32_t frame = wish < m->frames.capacity && m->frames.at[wish].free ? wish : m->frames.free.first;
+  list_remove(m, &m->frames.free, frame);
+  m->frames.at[frame].free = false;
   return frame;
 }
 
-/* Appends to the free list, which is a doubly linked queue: free_take() also removes frames from its middle. */
+static void due_end(gmi_manager_t *m, uint32_t frame) {
+  if (!m->frames.at[frame].due) return;
+  list_remove(m, &m->frames.due, frame);
+  m->frames.at[frame].due = false;
+}
+
 void gmi_frame_give(gmi_manager_t *m, uint32_t frame, gmi_fence_t ready) {
   gmi_frame_t *f = &m->frames.at[frame];
   GMI_ASSERT(gmi_lock_is_mine(m));
   GMI_ASSERT(frame < m->frames.capacity && f->handle && !f->free && !f->chunk && m->frames.used);
+  due_end(m, frame);
   f->ready = ready;
   f->chunk = NULL;
   f->free = true;
   f->given = ++m->frames.given;
-  f->next = GMI_NONE;
-  f->previous = m->frames.free_count ? m->frames.free_last : GMI_NONE;
-  if (m->frames.free_count) m->frames.at[m->frames.free_last].next = frame;
-  else m->frames.free_first = frame;
-  m->frames.free_last = frame;
-  m->frames.free_count++;
+  list_append(m, &m->frames.free, frame);
   m->frames.used--;
 }
 
@@ -261,8 +275,10 @@ gemini_status_t gmi_oom_device(gmi_manager_t *m, uint64_t need_bytes) {
       (unsigned long long)(m->nonmodel.heap ? gmi_heap_bytes_used(m->nonmodel.heap) : 0));
 }
 
+static bool can_make(const gmi_manager_t *m) { return m->frames.made < m->frames.count && m->frames.unmade_count; }
+
 bool gmi_frames_left(const gmi_manager_t *m) {
-  return m->frames.free_count || (m->frames.made < m->frames.count && m->frames.unmade_count) ||
+  return m->frames.free.count || can_make(m) ||
          (m->nonmodel.heap && m->nonmodel.frames > gmi_heap_pages_used(m->nonmodel.heap));
 }
 
@@ -274,11 +290,43 @@ enum { FAR = 64 }; /* that many copies take 20 ms and more where to map a frame 
 static bool suits_again(gmi_manager_t *m, const gmi_mapping_t *mapping, uint32_t frame, uint32_t flags) {
   const gmi_frame_t *f = &m->frames.at[frame];
   if (!f->free) return false;
-  const bool late = m->frames.given - f->given < m->frames.free_count / 2;
-  const gmi_frame_t *first = &m->frames.at[m->frames.free_first];
+  const bool late = m->frames.given - f->given < m->frames.free.count / 2;
+  const gmi_frame_t *first = &m->frames.at[m->frames.free.first];
   const bool far = f->given - first->given >= FAR && f->ready != first->ready;
   if (!(flags & GMI_TAKE_READY && late) && !(flags & GMI_TAKE_SOON && far)) return true;
   return f->ready == mapping->left || gmi_fence_reached(m, f->ready);
+}
+
+/* ---- chunks that are due to leave
+ *
+ * Behind updates on the device, hundreds of states have to be copied to the host. A chunk takes the frame that its
+ * address is mapped to, and would wait for the copy from it, though other frames are free; the parameters that are
+ * needed first in the next iteration gave theirs to states last, so they would wait for all copies. So states are only
+ * noted, and leave when their frame is asked for, when no other one is free, or when the link has little to do. */
+static void due_leave(gmi_manager_t *m, uint32_t frame) {
+  gmi_chunk_t *c = m->frames.at[frame].chunk;
+  due_end(m, frame);
+  if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) return; /* it is evicted when its frame is needed */
+  m->frames.leaving = true;
+  if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
+    gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
+  m->frames.leaving = false;
+}
+/* What leaves may need room on the host, for which another chunk may be fetched: that one takes no such frame. */
+static bool is_due(const gmi_manager_t *m, uint32_t frame) {
+  return frame < m->frames.capacity && m->frames.at[frame].due && !m->frames.leaving;
+}
+
+void gmi_chunk_leaves_late(gmi_manager_t *m, gmi_chunk_t *c) {
+  const uint32_t frame = gmi_chunk_mapping(c)->frame_1 - 1;
+  GMI_ASSERT(gmi_chunk_is_resident(c) && m->frames.at[frame].chunk == c && !gmi_chunk_is_gathered(m, c));
+  if (m->frames.at[frame].due) return;
+  m->frames.at[frame].due = true;
+  list_append(m, &m->frames.due, frame);
+}
+void gmi_due_chunks_leave(gmi_manager_t *m) {
+  while (m->frames.due.count && !m->frames.leaving && !gmi_link_is_busy(m, gmi_link_out(m)))
+    due_leave(m, m->frames.due.first);
 }
 
 /* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget
@@ -288,10 +336,13 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
                                uint32_t *frame_out) {
   GMI_ASSERT(gmi_lock_is_mine(m));
   uint32_t frame, wish = mapping && mapping->frame_1 ? mapping->frame_1 - 1 : GMI_NONE;
+  if (is_due(m, wish)) due_leave(m, wish);
+  while (!m->frames.free.count && !can_make(m) && m->frames.due.count && !m->frames.leaving)
+    due_leave(m, m->frames.due.first);
   if (wish != GMI_NONE && suits_again(m, mapping, wish, flags)) {
     frame = free_take(m, wish);
-  } else if (m->frames.made < m->frames.count && m->frames.unmade_count &&
-             (!m->frames.free_count || !gmi_fence_reached(m, m->frames.at[m->frames.free_first].ready))) {
+  } else if (can_make(m) &&
+             (!m->frames.free.count || !gmi_fence_reached(m, m->frames.at[m->frames.free.first].ready))) {
     frame = m->frames.unmade[m->frames.unmade_count - 1];
     gemini_status_t status =
         m->device.ops->memory.frame_create(m->device.self, gmi_frame_bytes(m), &m->frames.at[frame].handle);
@@ -301,7 +352,7 @@ gemini_status_t gmi_frame_take(gmi_manager_t *m, const gmi_mapping_t *mapping, u
     m->frames.unmade_count--;
     m->frames.made++;
     m->frames.at[frame].ready = 0;
-  } else if (m->frames.free_count) {
+  } else if (m->frames.free.count) {
     frame = free_take(m, GMI_NONE);
   } else if (gmi_heap_reclaim(m, &frame)) {
     m->frames.used--; /* the heap's frame is counted in used already, and is counted again below */
@@ -336,7 +387,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count, uint64
    * the budget as it was: chunks that were evicted for it come back on demand. */
   while (m->frames.made > frame_count) {
     uint32_t frame;
-    if (m->frames.free_count) {
+    if (m->frames.free.count) {
       frame = free_take(m, GMI_NONE);
     } else {
       uint32_t before = m->frames.count;
@@ -472,7 +523,10 @@ static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
 }
 
 gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
-  if (gmi_chunk_is_resident(c)) return GEMINI_OK;
+  if (gmi_chunk_is_resident(c)) {
+    due_end(m, gmi_chunk_mapping(c)->frame_1 - 1); /* it is needed again */
+    return GEMINI_OK;
+  }
   if (gmi_chunk_is_gathered(m, c)) return gmi_gathered_fetch(m, c, fresh, reason, flags);
   const char *why = gmi_chunk_busy(c, GMI_TO_FETCH);
   if (why) return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s is %s", gmi_chunk_arena(m, c)->name, why);

@@ -33,6 +33,10 @@ gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, ui
 /* Takes the chunk's frame, after queueing a copy to the host when the device copy is the only one. BUSY when the chunk
  * is pinned or acquired. */
 gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
+/* Of a chunk that may leave, and whose frame nobody needs at once: it leaves when its frame, or any, is asked for, or
+ * when the link to the host has little to do at gmi_due_chunks_leave(); not if it is fetched again before. */
+void gmi_chunk_leaves_late(gmi_manager_t *m, gmi_chunk_t *c);
+void gmi_due_chunks_leave(gmi_manager_t *m);
 /* Makes the host copy valid; its bytes are there once the slot is quiet (gmi_chunk_settle_host()). drop: evicts the
  * device copy as well. BUSY when the device copy is acquired for writing, or with drop, when it is acquired or
  * pinned. */

@@ -35,12 +35,14 @@ gmi_link_t *gmi_link(gmi_manager_t *m, uint32_t from_tier, uint32_t to_tier) {
 
 /* Each copy has two marks. A driver holds about 1,000 entries for a stream, of which a copy with its marks and what it
  * waits for takes up to six. */
-enum { FULL_MARKS = 2 * 128 };
-bool gmi_link_is_full(gmi_manager_t *m, const gmi_link_t *link) {
+enum { FULL = 128, BUSY = 32 };
+static bool has_queued(gmi_manager_t *m, const gmi_link_t *link, uint64_t copies) {
   if (link->stream == GMI_NONE) return false;
   const uint64_t mark = atomic_load(&m->streams[link->stream].recorded);
-  return mark > FULL_MARKS && !m->device.ops->stream.reached(m->device.self, link->stream, mark - FULL_MARKS);
+  return mark > 2 * copies && !m->device.ops->stream.reached(m->device.self, link->stream, mark - 2 * copies);
 }
+bool gmi_link_is_full(gmi_manager_t *m, const gmi_link_t *link) { return has_queued(m, link, FULL); }
+bool gmi_link_is_busy(gmi_manager_t *m, const gmi_link_t *link) { return has_queued(m, link, BUSY); }
 
 void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks) {
   link->moved_bytes[reason] += chunks * gmi_copy_bytes(m, link->from_tier, link->to_tier);

@@ -256,13 +256,17 @@ static inline uint64_t gmi_sizes_copy_bytes(const gmi_sizes_t *s, uint32_t from,
 /* ---- frames */
 typedef struct gmi_frame {
   uint64_t handle;
-  uint32_t next, previous; /* in the list of free frames; GMI_NONE ends the list */
+  uint32_t next, previous; /* in the list of free frames, or of due ones; GMI_NONE ends the list */
   bool free;
+  bool due;           /* its chunk is due to leave; see gmi_chunk_leaves_late() */
   uint64_t given;     /* the number of the frame among those that were given back, from 1 */
   gmi_fence_t ready;  /* work behind this fence may overwrite the frame */
   gmi_chunk_t *chunk; /* owner; NULL: the frame is free or belongs to the heap */
   void *own;          /* an address that maps it until it is destroyed (chunk/registered.c); NULL: it has none */
 } gmi_frame_t;
+typedef struct gmi_frame_list {
+  uint32_t first, last, count; /* first and last only if there are any */
+} gmi_frame_list_t;
 typedef struct gmi_page { /* of the non-model heap */
   uint32_t frame_1;       /* index of its frame + 1; 0 = none */
   gmi_mapping_t mapping;
@@ -390,14 +394,16 @@ typedef struct gmi_manager {
 
   struct { /* chunk/residency.c */
     gmi_frame_t *at;
-    uint32_t count;                             /* frames that the budget allows */
-    uint32_t capacity;                          /* entries of at[] */
-    uint32_t made;                              /* frames that exist on the device */
-    _Atomic uint32_t used;                      /* Atomic: frames of chunks and heap pages; read by statistics */
-    uint32_t free_first, free_last, free_count; /* list of unused frames, the one freed longest ago first */
-    uint64_t given;                             /* frames given back so far */
-    uint32_t *unmade, unmade_count;             /* indices in at[] without a device frame */
-    uint32_t resident;                          /* chunks with frames */
+    uint32_t count;                 /* frames that the budget allows */
+    uint32_t capacity;              /* entries of at[] */
+    uint32_t made;                  /* frames that exist on the device */
+    _Atomic uint32_t used;          /* Atomic: frames of chunks and heap pages; read by statistics */
+    gmi_frame_list_t free;          /* unused frames, the one freed longest ago first */
+    gmi_frame_list_t due;           /* frames of chunks that are due to leave, for longest first */
+    bool leaving;                   /* one of these is about to */
+    uint64_t given;                 /* frames given back so far */
+    uint32_t *unmade, unmade_count; /* indices in at[] without a device frame */
+    uint32_t resident;              /* chunks with frames */
     _Atomic uint64_t clock; /* Atomic: fetches so far, the clock of gmi_chunk_touched(); relaxed: only ranks victims */
   } frames;
 
@@ -567,6 +573,8 @@ static inline bool gmi_link_is_fetch(const gmi_link_t *link) { return link->to_t
  * caller: a driver's queue is bounded, and a thread that finds it full stands still, with all that it has yet to queue
  * elsewhere. */
 bool gmi_link_is_full(gmi_manager_t *m, const gmi_link_t *link);
+/* Is enough queued on it for the time until somebody looks again? */
+bool gmi_link_is_busy(gmi_manager_t *m, const gmi_link_t *link);
 void gmi_link_moved(gmi_manager_t *m, gmi_link_t *link, uint32_t reason, uint64_t chunks); /* chunks were moved */
 void gmi_link_measured(gmi_manager_t *m, gmi_link_t *link);             /* chunk_ns has changed: publishes the rate */
 uint64_t gmi_link_rate(const gmi_manager_t *m, const gmi_link_t *link); /* measured bytes per second; 0 = unknown */

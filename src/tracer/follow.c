@@ -295,6 +295,12 @@ void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v) {
   gmi_tracer_plan_more(m);
 }
 
+/* A chunk that is to be copied to the host, which has room for all. */
+static bool may_be_late(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return gmi_chunk_is_resident(c) && gmi_chunk_has_only(c, GMI_VALID_DEVICE) && !gmi_chunk_is_gathered(m, c) &&
+         !m->file.store && !gmi_home_is_short(m);
+}
+
 /* Issues the plan's evictions at the end of op, or of one of its device pieces. */
 static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t piece) {
   gmi_plan_bundle_t *b = &v->bundle;
@@ -304,7 +310,8 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
     gmi_chunk_t *c = b->chunk_of[b->plan.evicts[i].chunk];
     /* still in use: it is evicted when its frame is needed */
     if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue;
-    if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
+    if (piece != GMI_NO_PIECE && may_be_late(m, c)) gmi_chunk_leaves_late(m, c);
+    else if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }
 }
@@ -375,4 +382,5 @@ void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op) {
     gmi_chunk_set_next_use(b->chunk_of[b->input.accesses[k].chunk], next == UINT32_MAX ? 0 : position(m, v, next));
   }
   plan_evict(m, v, op, GMI_NO_PIECE);
+  gmi_due_chunks_leave(m);
 }

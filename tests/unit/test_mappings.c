@@ -76,12 +76,115 @@ static void test_frames_that_end_leave_no_address_behind(void) {
   finish(&w);
 }
 
-static void stand_still(void *user) {
-  while (!atomic_load((_Atomic bool *)user)) usleep(100);
-}
 static void leave(const world_t *w, gemini_arena_t arena, uint64_t i, uint64_t chunk_bytes) {
   gemini_access_t a = world_part(arena, i * chunk_bytes, chunk_bytes, 0, GEMINI_TIER_HOST);
   CHECK_OK(gemini_move(w->mgr, &a, 1));
+}
+
+static gmi_chunk_t *chunk(gmi_manager_t *m, uint64_t i) { return &gmi_arena_at(m, 0)->chunks[i]; }
+static void make_due(const world_t *w, uint64_t i) {
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  gmi_lock(m, __func__);
+  gmi_chunk_leaves_late(m, chunk(m, i));
+  gmi_chunk_leaves_late(m, chunk(m, i)); /* twice is once */
+  gmi_unlock(m);
+}
+static gemini_status_t fetch(const world_t *w, uint64_t i) { /* with a frame that is left */
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  gmi_lock(m, __func__);
+  gemini_status_t status = gmi_chunk_fetch(m, chunk(m, i), false, GEMINI_REASON_PLAN, 0);
+  gmi_unlock(m);
+  return status;
+}
+static bool is_there(const world_t *w, uint64_t i) {
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  gmi_lock(m, __func__);
+  bool there = gmi_chunk_is_resident(chunk(m, i));
+  gmi_unlock(m);
+  return there;
+}
+static uint32_t dues_left(const world_t *w) { /* once those have left for which the link has time */
+  gmi_manager_t *m = gmi_manager_get(w->mgr);
+  gmi_lock(m, __func__);
+  gmi_due_chunks_leave(m);
+  uint32_t count = m->frames.due.count;
+  gmi_unlock(m);
+  return count;
+}
+
+static void test_who_is_due_to_leave_makes_room(void) {
+  gemini_arena_t arena;
+  world_t w = start(&arena);
+  for (uint64_t i = 0; i < FRAMES; i++) through_device(&w, arena, i);
+  CHECK_EQ(fetch(&w, FRAMES), GEMINI_ERR_OOM_DEVICE);
+  make_due(&w, 2);
+  make_due(&w, 1);
+  CHECK_OK(fetch(&w, FRAMES));
+  CHECK(!is_there(&w, 2) && is_there(&w, 1)); /* the one that has been due for longer */
+  CHECK_OK(fetch(&w, FRAMES + 1));
+  CHECK(!is_there(&w, 1));
+  CHECK_EQ(fetch(&w, FRAMES + 2), GEMINI_ERR_OOM_DEVICE);
+  make_due(&w, 0);
+  CHECK_OK(fetch(&w, 0)); /* needed again */
+  CHECK_EQ(dues_left(&w), 0);
+  CHECK(is_there(&w, 0));
+  make_due(&w, 0);
+  gemini_access_t a = world_part(arena, 0, W, GEMINI_READ, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &a, 1, w.stream));
+  CHECK_EQ(dues_left(&w), 0); /* it stays, as it is in use */
+  CHECK(is_there(&w, 0));
+  CHECK_OK(gemini_release(w.mgr, &a, 1, w.stream));
+  make_due(&w, 0);
+  CHECK_EQ(dues_left(&w), 0);
+  CHECK(!is_there(&w, 0));
+  make_due(&w, 3);
+  for (uint64_t i = 0; i < CHUNKS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  make_due(&w, FRAMES);
+  CHECK_OK(gemini_arena_destroy(w.mgr, arena));
+  finish(&w);
+}
+
+static void test_who_is_due_to_leave_gives_its_frame_to_who_had_it(void) {
+  gemini_arena_t arena;
+  world_t w = start(&arena);
+  for (uint64_t i = 0; i < FRAMES; i++) through_device(&w, arena, i);
+  leave(&w, arena, 0, W);
+  through_device(&w, arena, FRAMES); /* in the frame of the first one */
+  leave(&w, arena, 1, W);
+  make_due(&w, FRAMES);
+  fake_cuda_fail_function("cuMemMap", CU_OUT_OF_MEMORY);
+  CHECK_OK(fetch(&w, 0)); /* the other one's would have to be mapped */
+  fake_cuda_fail_function(NULL, 0);
+  CHECK(!is_there(&w, FRAMES) && is_there(&w, 0));
+  for (uint64_t i = 0; i < CHUNKS; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  finish(&w);
+}
+
+/* 80 copies of 4 ms each: some are queued, the others when these have ended. */
+static void test_who_is_due_leaves_while_the_link_is_idle(void) {
+  enum { MANY = 80, SMALL = 65536 };
+  gemini_config_t c = world_config(1, 1, 0);
+  c.chunk_bytes = SMALL;
+  c.device_bytes = MANY * SMALL;
+  c.host_bytes = (MANY + 2) * SMALL;
+  c.sim_d2h_bytes_per_s = SMALL * 250;
+  world_t w = world_open(c);
+  uint64_t offset;
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
+  CHECK_OK(gemini_arena_take(w.mgr, arena, MANY * SMALL, &offset));
+  world_fill(&w, arena, 0, MANY * SMALL, GEMINI_TIER_DEVICE, 1);
+  for (uint64_t i = 0; i < MANY; i++) make_due(&w, i);
+  const uint32_t left = dues_left(&w);
+  CHECK(left > 0 && left < MANY);
+  CHECK(!is_there(&w, 0) && is_there(&w, MANY - 1));
+  for (int look = 0; look < 5000 && dues_left(&w); look++) usleep(1000);
+  CHECK(!is_there(&w, MANY - 1));
+  CHECK(world_holds(&w, arena, 0, MANY * SMALL, 1));
+  world_close(&w);
+}
+
+static void stand_still(void *user) {
+  while (!atomic_load((_Atomic bool *)user)) usleep(100);
 }
 /* The frame that an arena's first chunk would get. */
 static uint32_t frame_for(const world_t *w, uint32_t flags, uint32_t *former_out) {
@@ -167,9 +270,12 @@ static void test_who_would_wait_long_gets_another_frame(void) {
 int main(void) {
   RUN(test_who_comes_again_is_mapped_already);
   RUN(test_frames_that_end_leave_no_address_behind);
+  RUN(test_who_is_due_to_leave_makes_room);
+  RUN(test_who_is_due_to_leave_gives_its_frame_to_who_had_it);
   fake_cuda_reset();
   gmi_cuda_driver_replace(NULL);
   RUN(test_who_must_not_wait_gets_another_frame);
   RUN(test_who_would_wait_long_gets_another_frame);
+  RUN(test_who_is_due_leaves_while_the_link_is_idle);
   return check_done();
 }
