@@ -295,9 +295,10 @@ void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v) {
   gmi_tracer_plan_more(m);
 }
 
-/* A chunk that is to be copied to the host, which has room for all. */
-static bool may_be_late(gmi_manager_t *m, const gmi_chunk_t *c) {
-  return gmi_chunk_is_resident(c) && gmi_chunk_has_only(c, GMI_VALID_DEVICE) && !gmi_chunk_is_gathered(m, c) &&
+/* A chunk that is to be copied to the host, which has room for all. Not with groups: what is late may be fetched again
+ * before it has left, and so not be fetched, but what ranks move is what their plans say. */
+static bool may_be_late(gmi_manager_t *m, const gmi_plan_bundle_t *b, const gmi_chunk_t *c) {
+  return gmi_chunk_is_resident(c) && gmi_chunk_has_only(c, GMI_VALID_DEVICE) && !b->input.groups.group_count &&
          !m->file.store && !gmi_home_is_short(m);
 }
 
@@ -310,7 +311,7 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
     gmi_chunk_t *c = b->chunk_of[b->plan.evicts[i].chunk];
     /* still in use: it is evicted when its frame is needed */
     if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue;
-    if (piece != GMI_NO_PIECE && may_be_late(m, c)) gmi_chunk_leaves_late(m, c);
+    if (piece != GMI_NO_PIECE && may_be_late(m, b, c)) gmi_chunk_leaves_late(m, c);
     else if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }
