@@ -318,15 +318,14 @@ static bool is_due(const gmi_manager_t *m, uint32_t frame) {
 }
 
 void gmi_chunk_leaves_late(gmi_manager_t *m, gmi_chunk_t *c) {
-  const uint32_t frame = gmi_chunk_mapping(c)->frame_1 - 1;
-  GMI_ASSERT(gmi_chunk_is_resident(c) && m->frames.at[frame].chunk == c && !gmi_chunk_is_gathered(m, c));
+  const uint32_t frame = gmi_chunk_frame(c);
+  GMI_ASSERT(gmi_chunk_is_resident(c) && !gmi_chunk_is_gathered(m, c));
   if (m->frames.at[frame].due) return;
   m->frames.at[frame].due = true;
   list_append(m, &m->frames.due, frame);
 }
 void gmi_due_chunks_leave(gmi_manager_t *m) {
-  while (m->frames.due.count && !m->frames.leaving && !gmi_link_is_busy(m, gmi_link_out(m)))
-    due_leave(m, m->frames.due.first);
+  while (m->frames.due.count && !gmi_link_is_busy(m, gmi_link_out(m))) due_leave(m, m->frames.due.first);
 }
 
 /* Sources of a frame, cheapest first: the frame that the address maps already (no remap); a new frame, where the budget
@@ -524,7 +523,7 @@ static gemini_status_t copy_chunk(gmi_manager_t *m, gmi_chunk_t *c, gmi_link_t *
 
 gemini_status_t gmi_chunk_fetch(gmi_manager_t *m, gmi_chunk_t *c, bool fresh, uint32_t reason, uint32_t flags) {
   if (gmi_chunk_is_resident(c)) {
-    due_end(m, gmi_chunk_mapping(c)->frame_1 - 1); /* it is needed again */
+    due_end(m, gmi_chunk_frame(c)); /* it is needed again */
     return GEMINI_OK;
   }
   if (gmi_chunk_is_gathered(m, c)) return gmi_gathered_fetch(m, c, fresh, reason, flags);

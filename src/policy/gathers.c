@@ -81,6 +81,13 @@ static bool one_leaves(walk_t *w, uint32_t op, uint32_t until) {
   return true;
 }
 
+/* May one more chunk be gathered ahead, for op `of`? */
+static bool may_wait(const walk_t *w, uint32_t of) {
+  const gmi_gather_input_t *in = w->in;
+  if (in->ahead && w->waiting >= in->ahead) return false;
+  return of == w->next_op || !in->burst || w->waiting - w->waiting_before < in->burst;
+}
+
 /* Gathers what op `of` uses, at the begin of op. frames: those that each op has from `op` to the one before `of`.
  * False: there is no room for all of it. An op's own chunks always have room: those that it does not use have left, or
  * stay as they would without a plan. */
@@ -89,8 +96,7 @@ static bool gather(walk_t *w, uint32_t op, uint32_t of, uint32_t frames) {
   for (uint32_t k = w->in->use_first[of]; k < w->in->use_first[of + 1]; k++) {
     uint32_t chunk = w->in->uses[k];
     if (w->place[chunk] != NEVER) continue;
-    if (op != of && w->in->ahead && w->waiting >= w->in->ahead) return false;
-    if (of > w->next_op && w->in->burst && w->waiting - w->waiting_before >= w->in->burst) return false;
+    if (op != of && !may_wait(w, of)) return false;
     while (w->gathered_count >= frames)
       if (!one_leaves(w, op, of)) break;
     if (op != of && w->gathered_count >= frames) return false;
@@ -161,7 +167,6 @@ static gemini_status_t walk(walk_t *w) {
       continue;
     }
     while (w->gathered_count > in->frames[op] && one_leaves(w, op, op)) continue;
-    w->next_op = op;
     (void)gather(w, op, op, in->frames[op]);
     gather_ahead(w, op, in->frames[op]);
     w->plan.gathered[op] = w->gathered_count;

@@ -14,6 +14,7 @@
 #include "base/array.h"
 #include "base/hash.h"
 #include "chunk/arena.h"
+#include "chunk/group.h"
 #include "chunk/group_check.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
@@ -419,6 +420,7 @@ static gemini_status_t number(gmi_manager_t *m, const record_t *r, uint32_t grou
   }
   free(seen);
   n->use_first[r->op_count] = count;
+  _Static_assert((int)GMI_GATHERS_BATCH == (int)GMI_GATHERS_HELD, "what is planned together is queued together");
   n->input.ahead = GMI_GATHERS_AHEAD;
   n->input.burst = GMI_GATHERS_BURST;
   n->input.batch = GMI_GATHERS_BATCH;

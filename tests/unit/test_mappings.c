@@ -191,7 +191,7 @@ static uint32_t frame_for(const world_t *w, uint32_t flags, uint32_t *former_out
   gmi_manager_t *m = gmi_manager_get(w->mgr);
   uint32_t frame;
   gmi_lock(m, __func__);
-  gmi_chunk_t *c = &gmi_arena_at(m, 0)->chunks[0];
+  gmi_chunk_t *c = chunk(m, 0);
   *former_out = gmi_chunk_mapping(c)->frame_1 - 1;
   CHECK_OK(gmi_frame_take(m, gmi_chunk_mapping(c), GEMINI_REASON_PRESSURE, flags, &frame));
   gmi_frame_give(m, frame, m->frames.at[frame].ready);
