@@ -10,6 +10,7 @@ import statistics
 import time
 
 STATE_BYTES = 12  # of a parameter: its fp32 master copy and two moments
+UPDATE_BYTES = 28  # that an update of a parameter reads and writes: states, a 16-bit gradient, a 16-bit parameter
 
 
 def _seconds(call, passes=5):
@@ -32,7 +33,8 @@ def rates(torch, cuda):
 
     Returns:
         update: parameters a second of the fused AdamW by all cores together, each thread with arrays of its own. On a
-        GPU, up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU.
+        GPU, up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU; memory: bytes a
+        second of the host's memory, the most of updates alone, of copies both ways alone, and of all of them at once.
     """
     from libgemini import abi
 
@@ -62,30 +64,45 @@ def rates(torch, cuda):
             assert status == 0, status
 
         found = {"update": threads * elements / _seconds(lambda: list(pool.map(update, arrays)))}
-    if cuda:
-        host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
-        device = torch.empty_like(host, device="cuda")
-        for name, to, source in (("up", device, host), ("down", host, device)):
+        if not cuda:
+            return found
+        streams = {name: torch.cuda.Stream() for name in ("up", "down")}
+        ends = {}
+        for name in streams:
+            host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+            device = torch.empty_like(host, device="cuda")
+            ends[name] = (device, host) if name == "up" else (host, device)
 
-            def copy(to=to, source=source):
-                for _ in range(16):
-                    to.copy_(source, non_blocking=True)
-                torch.cuda.synchronize()
+        def copy(*names):
+            for _ in range(16):
+                for name in names:
+                    with torch.cuda.stream(streams[name]):
+                        ends[name][0].copy_(ends[name][1], non_blocking=True)
+            torch.cuda.synchronize()
 
-            found[name] = 16 * host.numel() / _seconds(copy)
-    return found
+        copied = 16 << 26  # bytes of copy(), each way
+        for name in streams:
+            found[name] = copied / _seconds(lambda name=name: copy(name))
+        both = 2 * copied / _seconds(lambda: copy("up", "down"))
+        begin, copies, passes = time.perf_counter(), 0, 8
+        updates = [pool.submit(update, own) for _ in range(passes) for own in arrays[1:]]  # a core queues the copies
+        while not all(done.done() for done in updates):
+            copy("up", "down")
+            copies += 2 * copied
+        together = (UPDATE_BYTES * passes * (threads - 1) * elements + copies) / (time.perf_counter() - begin)
+    return found | {"memory": max(UPDATE_BYTES * found["update"], both, together)}
 
 
 def bound(rates, gpu, params, device_bytes, accumulate, clipped):
     """The time that a step takes at least, and why.
 
     States that fit in the device's memory beside 16-bit parameters and what the passes need are updated there. The
-    others are updated on the host, at the rate that its cores and its memory allow when nothing else uses them,
-    while as many of them as the link can carry both ways, beside the gradients and parameters of the host's
-    updates, are updated on the device. That begins when gradients are complete and ends before their parameters are
-    used again. So beside it run, of the passes over micro-batches, the last backward and the next forward one;
-    where gradients are clipped, so that the norm of all of them has to be known before, the forward one only. What
-    does not fit beside them lengthens the step.
+    others are updated on the host, or carried to the device, updated there and carried back, in the shares that take
+    least time. The host's updates are limited by its cores, what is carried, and gradients and parameters of the host's
+    updates, by the link, and all of it by the host's memory. That begins when gradients are complete and ends before
+    their parameters are used again. So beside it run, of the passes over micro-batches, the last backward and the next
+    forward one; where gradients are clipped, so that the norm of all of them has to be known before, the forward one
+    only. What does not fit beside them lengthens the step.
 
     Args:
         rates: From rates().
@@ -96,7 +113,7 @@ def bound(rates, gpu, params, device_bytes, accumulate, clipped):
         clipped: Whether gradients were clipped.
 
     Returns:
-        Seconds, and what binds: "compute", "host", "host and link" or "link".
+        Seconds, and what binds: "compute", or of "host", "link" and "memory" those that take longest, with "and".
     """
     free = max(0, device_bytes - 2 * params - gpu["work_bytes"])
     moved = max(0, params - free / STATE_BYTES)
@@ -104,11 +121,19 @@ def bound(rates, gpu, params, device_bytes, accumulate, clipped):
     if "up" in rates:
         link = min(rates["up"], rates["down"])
         away = max(0, params - max(0, device_bytes - gpu["work_bytes"]) / 2)  # parameters that come for each pass
-        carried = max(0, link - 2 * rates["update"]) / STATE_BYTES  # a second, beside the copies of the host's updates
-        seconds = (moved + 4 * away / STATE_BYTES) / (rates["update"] + carried)
-        seconds, binds = (
-            (seconds, "host and link") if carried else (max(seconds, (2 * moved + 4 * away) / link), "link")
-        )
+
+        def terms(share):
+            """Seconds of what limits it, if that share of what moves is updated on the host."""
+            host, carried = share * moved, (1 - share) * moved
+            return {
+                "host": host / rates["update"],
+                "link": (2 * host + STATE_BYTES * carried + 4 * away) / link,
+                "memory": ((UPDATE_BYTES + 4) * host + 2 * STATE_BYTES * carried + 4 * away) / rates["memory"],
+            }
+
+        least = min((terms(k / 1000) for k in range(1001)), key=lambda each: max(each.values()))
+        seconds = max(least.values())
+        binds = " and ".join(name for name, value in least.items() if value > 0.99 * seconds)
     compute = gpu["value"]
     beside = compute / accumulate * (gpu["forward_share"] if clipped else 1)
     return (compute, "compute") if seconds <= beside else (compute - beside + seconds, binds)
