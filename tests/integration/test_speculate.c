@@ -50,7 +50,7 @@ static void element(uint64_t salt, uint64_t e, const uint8_t *const *in, uint8_t
 typedef struct {
   gemini_manager_t mgr;
   uint64_t salt;
-  uint32_t delay_us;
+  uint32_t delay_us, host_us; /* of a span, and more of one on the host */
   bool fails;
 } rule_t;
 static _Atomic uint64_t elements_run, spans_begun, spans_on_device;
@@ -77,6 +77,7 @@ static gemini_status_t fn(void *user, const gemini_update_span_t *s) {
   const rule_t *r = user;
   while (r->salt == 13 && !atomic_load(&gate)) usleep(100);
   if (r->delay_us) usleep(r->delay_us);
+  if (r->host_us && s->tier == HOST) usleep(r->host_us);
   atomic_fetch_add(&spans_begun, 1);
   if (r->fails) return GEMINI_ERR_NOT_FOUND;
   if (s->tier == HOST) {
@@ -771,6 +772,34 @@ static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is
   model_close(&t);
 }
 
+/* States that the plan sends away after their updates on the device leave when their frames are needed, or as operators
+ * of the next iteration end and the link has little to do. What the updates themselves need no frames for is still there
+ * after them. */
+static uint64_t plan_evicted(const model_t *t) { return world_stats(&t->w).moved_chunks[LINK_D2H][GEMINI_REASON_PLAN]; }
+static void test_update_on_the_device_leaves_states_until_frames_are_needed(void) {
+  gemini_config_t c = world_config(16, OWN + 8, 0);
+  c.placement = GEMINI_PLACEMENT_AUTO;
+  model_t t = model_with(c);
+  for (uint64_t step = 0, checked = 0; checked < 2; step++) {
+    CHECK(step < 16);
+    const bool planned = step && plan_says(&t, "4 pieces on the device, 0 on the host");
+    OK(gemini_iteration_begin(t.w.mgr));
+    const uint64_t left = plan_evicted(&t);
+    op(&t, PARAM, 0, GEMINI_READ, 0, 1000);
+    if (planned && checked) CHECK(plan_evicted(&t) > left); /* as the update before was planned, too */
+    checked += planned;
+    for (uint64_t unit = 1; unit < UNITS; unit++) op(&t, PARAM, unit, GEMINI_READ, 0, 1000);
+    for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 1000);
+    OK(update(&t, LATE, (rule_t){ .salt = step, .host_us = 100000 }, 0, 0));
+    plain_update(&t, step, 0, ELEMENTS);
+    OK(gemini_update_wait(t.w.mgr));
+    OK(gemini_iteration_end(t.w.mgr));
+  }
+  model_expect(&t, DEVICE);
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
 /* A refused call has changed nothing, so it drops nothing. */
 static void test_speculate_is_kept_where_an_arena_cannot_be_destroyed(void) {
   model_t t = model_of(8, OWN + NEW + 1, 1); /* a slot for the other arena */
@@ -809,6 +838,7 @@ int main(void) {
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
+  RUN(test_update_on_the_device_leaves_states_until_frames_are_needed);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   RUN(test_speculate_is_kept_where_an_arena_cannot_be_destroyed);
   return check_done();
