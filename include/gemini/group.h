@@ -285,6 +285,7 @@ GEMINI_API gemini_status_t gemini_group_close(gemini_manager_t mgr, gemini_group
 /** Brings a few bytes of each rank to all ranks. All ranks must call it, with the same size. Blocks until they have.
  *  @param mine     size_bytes bytes; borrowed until return
  *  @param all_out  ranks * size_bytes bytes, in the order of ranks
+ *  @retval GEMINI_ERR_INVALID  mine or all_out is NULL and size_bytes is not 0, or ranks * size_bytes is 2^63 or more
  *  @retval GEMINI_ERR_PEER  another rank did not, or has failed before
  *  One thread at a time. Over shared memory other threads may use the manager meanwhile. Over NCCL and the caller's
  *  functions, gemini_norm() and the end of an iteration use the same communicator: if another thread's exchange is

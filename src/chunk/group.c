@@ -494,6 +494,9 @@ static gemini_status_t group_exchange(gmi_manager_t *m, gemini_group_t handle, c
   gmi_group_t *g = gmi_group_get(m, handle);
   gemini_status_t status = g ? GEMINI_OK : GEMINI_ERR_HANDLE;
   if (g) status = gmi_group_failure(g);
+  if (!status && size_bytes > INT64_MAX / g->ranks)
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "size_bytes is %llu, must be at most %llu for %u ranks",
+                      (unsigned long long)size_bytes, (unsigned long long)INT64_MAX / g->ranks, g->ranks);
   if (!status && g->exchanging)
     status = gmi_fail(GEMINI_ERR_BUSY, 0, "another thread's exchange of the group is under way");
   if (!status) g->exchanging = true;

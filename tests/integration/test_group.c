@@ -794,6 +794,8 @@ static void test_the_librarys_exchange_does_not_overlap_the_callers(void) {
   pid_t child = fork_child();
   const uint32_t rank = !child;
   rank_open(&k, &shape, rank, config_of_tables(areas, rank, 2, 0, 0));
+  uint8_t none;
+  CHECK_STATUS(gemini_group_exchange(k.w.mgr, k.group, &none, INT64_MAX / 2 + 1, &none), GEMINI_ERR_INVALID);
   CHECK_OK(step(&k, 0, true));
   double norm;
   gemini_access_t all = world_whole(k.masters, GEMINI_READ, HOST);
