@@ -38,8 +38,12 @@ static double mib(uint64_t count, uint64_t bytes) { return (double)count * (doub
 static double ms(uint64_t ns) { return (double)ns / 1e6; }
 
 static void say_op(writer_t *c, const char *const *op_names, uint32_t op) {
-  if (op_names != NULL && op_names[op] != NULL) say(c, "op %" PRIu32 " (%s)", op, op_names[op]);
-  else say(c, "op %" PRIu32, op);
+  say(c, "op %" PRIu32, op);
+  if (op_names == NULL || op_names[op] == NULL) return;
+  say(c, " (");
+  /* as in other texts for people (base/names.h): a name begins no line of its own and steers no terminal */
+  for (const char *at = op_names[op]; *at; at++) say(c, (unsigned char)*at < ' ' || *at == 0x7f ? "%%%02X" : "%c", *at);
+  say(c, ")");
 }
 
 static void say_stays(writer_t *c, const gmi_plan_input_t *input, const gmi_plan_t *plan) {
