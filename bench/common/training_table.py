@@ -13,7 +13,7 @@ COLUMNS = (  # title, width
     ("step", 8),
     ("on GPU", 8),
     ("bound", 8),
-    ("binds", 13),
+    ("binds", 24),
     ("/GPU", 6),
     ("/bound", 6),
     ("plan", 8),

@@ -34,7 +34,8 @@ def rates(torch, cuda):
     Returns:
         update: parameters a second of the fused AdamW by all cores together, each thread with arrays of its own. On a
         GPU, up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU; memory: bytes a
-        second of the host's memory, the most of updates alone, of copies both ways alone, and of all of them at once.
+        second of the host's memory, the most of updates alone, of copies both ways alone, and of all of them at once:
+        what was reached, which another mixture may exceed.
     """
     from libgemini import abi
 
@@ -84,12 +85,21 @@ def rates(torch, cuda):
         for name in streams:
             found[name] = copied / _seconds(lambda name=name: copy(name))
         both = 2 * copied / _seconds(lambda: copy("up", "down"))
-        begin, copies, passes = time.perf_counter(), 0, 8
-        updates = [pool.submit(update, own) for _ in range(passes) for own in arrays[1:]]  # a core queues the copies
-        while not all(done.done() for done in updates):
+        passes = 8
+
+        def updates(own):
+            for _ in range(passes):
+                update(own)
+            return time.perf_counter()
+
+        begin, copies = time.perf_counter(), 0
+        running = [pool.submit(updates, own) for own in arrays[1:] or arrays]  # a core queues the copies
+        while not all(one.done() for one in running):
             copy("up", "down")
             copies += 2 * copied
-        together = (UPDATE_BYTES * passes * (threads - 1) * elements + copies) / (time.perf_counter() - begin)
+        last, ended = time.perf_counter(), max(one.result() for one in running)
+        copies *= (ended - begin) / (last - begin)  # those beside updates
+        together = (UPDATE_BYTES * passes * len(running) * elements + copies) / (ended - begin)
     return found | {"memory": max(UPDATE_BYTES * found["update"], both, together)}
 
 

@@ -777,10 +777,10 @@ static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is
   model_close(&t);
 }
 
-/* States that the plan sends away after their updates on the device leave when their frames are needed, or as operators
- * of the next iteration end and the link has little to do. What the updates themselves need no frames for is still there
- * after them. */
 static uint64_t plan_evicted(const model_t *t) { return world_stats(&t->w).moved_chunks[LINK_D2H][GEMINI_REASON_PLAN]; }
+/* States that the plan sends away after their updates on the device leave when their frames are needed, or as operators
+ * of the next iteration end and the link has little to do. So some are still there after the updates, and leave as the
+ * first operator ends. */
 static void test_update_on_the_device_leaves_states_until_frames_are_needed(void) {
   gemini_config_t c = world_config(16, OWN + 8, 0);
   c.placement = GEMINI_PLACEMENT_AUTO;
