@@ -182,8 +182,8 @@ def main():
     tokens = few if options.system == "accelerate" else options.tokens
     folder, reading = options.folder and pathlib.Path(options.folder), None
     model = meta_model(torch, transformers)
-    weights = sum(param.nbytes for param in model.parameters())
-    needed = weights - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
+    model_bytes = sum(param.nbytes for param in model.parameters())
+    needed = model_bytes - model.model.embed_tokens.weight.nbytes  # a token reads one row of the table
     experts = sum(param.nbytes for name, param in model.named_parameters() if "experts" in name)
     chosen = experts * 2 // max(SIZES[options.size][5], 1)
     if options.device_mem.endswith("%"):
@@ -216,7 +216,7 @@ def main():
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
             room = max(limit - libgemini.parse_bytes(options.reserve), 0)
-            budgets = {device.index: room, "cpu": 4 * weights}
+            budgets = {device.index: room, "cpu": 4 * model_bytes}
             kinds = ["LlamaDecoderLayer", "MixtralDecoderLayer"]
             where = accelerate.infer_auto_device_map(model, max_memory=budgets, no_split_module_classes=kinds)
             model = accelerate.dispatch_model(model, where, main_device=device)
@@ -227,7 +227,7 @@ def main():
 
         gm.init(
             device_memory=limit,
-            host_memory=options.host_mem or weights + (2 << 30) + (cache_bytes if options.cache == "gemini" else 0),
+            host_memory=options.host_mem or model_bytes + (2 << 30) + (cache_bytes if options.cache == "gemini" else 0),
             device=device,
             allocator=options.allocator if cuda else None,
             chunk_size=options.chunk_size,
@@ -313,7 +313,7 @@ def main():
         "departures": second["departures"],
         "departures_first_text": first["departures"],
         "needed_bytes": needed,
-        "weight_bytes": weights,
+        "weight_bytes": model_bytes,
         "cache_bytes": cache_read,
         "missing_bytes": missing,
         "link_bytes_per_s": rate,
