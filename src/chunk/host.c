@@ -395,6 +395,13 @@ gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c) {
   return gmi_host_slot_take_blank(m, c, &blank);
 }
 
+bool gmi_host_slot_take_now(gmi_manager_t *m, gmi_chunk_t *c, uint64_t use) {
+  bool blank;
+  if (gmi_chunk_has_slot(c)) return true;
+  if (!gmi_host_free(m) && !gmi_host_clean_leave(m, use)) return false;
+  return gmi_host_free(m) && !slot_assign(m, c, choose_slot(m, c), &blank);
+}
+
 /* ---- runs: chunks of one range in adjacent slots, in arena order */
 static bool together(const gmi_arena_t *store, uint32_t first, uint32_t count) {
   for (uint32_t i = 0; i < count; i++)

@@ -27,7 +27,10 @@ gemini_status_t gmi_host_fits(gmi_manager_t *m, const char *what, uint64_t need_
                               bool (*inside)(const void *user, const gmi_chunk_t *c), const void *user);
 /* Gives the chunk a slot if it has none; blocks for room. */
 gemini_status_t gmi_host_slot_take(gmi_manager_t *m, gmi_chunk_t *c);
-/* The same; blank: the slot was taken now, and its memory reads as zeros. */
+/* The same without waiting, or false: a free slot, or one that gmi_host_clean_leave() frees for a use at this position
+ * of the plan. */
+bool gmi_host_slot_take_now(gmi_manager_t *m, gmi_chunk_t *c, uint64_t use);
+/* The same as gmi_host_slot_take(); blank: the slot was taken now, and its memory reads as zeros. */
 gemini_status_t gmi_host_slot_take_blank(gmi_manager_t *m, gmi_chunk_t *c, bool *blank_out);
 void gmi_host_slot_bind(gmi_manager_t *m, gmi_chunk_t *c, uint32_t slot); /* slot: free, and its memory committed */
 /* Frees the chunk's slot, unless a graph knows its address. */
@@ -37,6 +40,10 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count);
 /* Frees one slot (*freed_out), or starts a transfer after which one can be freed (*started_out); neither: nothing can
  * be reclaimed now. */
 gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *started_out);
+/* Frees a slot whose bytes are on the device, too, or in a file and wanted on the host at this position of the plan or
+ * later; of these, the latest. False: there is none that nothing uses. Bytes of which no use is known stay: they may
+ * just have been read. Does not block. */
+bool gmi_host_clean_leave(gmi_manager_t *m, uint64_t use);
 uint64_t gmi_home_slots(const gmi_manager_t *m); /* chunks that fit on the host and in files together */
 /* With placement auto: do host and files lack room for the bytes of all arenas, and with the device they have it? Then
  * some states have their only copy on the device. False if bytes are borrowed, which need no room. The chunk size has

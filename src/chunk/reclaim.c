@@ -52,6 +52,7 @@ gemini_status_t gmi_home_fits(gmi_manager_t *m, const char *what, uint64_t spare
 }
 
 enum { RECLAIM_STALE, RECLAIM_CLEAN, RECLAIM_STATES, RECLAIM_DEFERRED, RECLAIM_ANY, RECLAIM_LEVELS };
+enum { CLEAN_LOOK = 256 }; /* slots that one choice compares: bounds its cost */
 
 void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_host_t *h = &m->host;
@@ -76,6 +77,43 @@ static bool reclaimable(gmi_manager_t *m, const gmi_chunk_t *c, int level) {
 static void leave_slot(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_chunk_host_lost(m, c);
   gmi_host_slot_drop(m, c);
+}
+
+/* When the bytes of a slot are wanted on the host, as a position of the plan. Those that are on the device, too, are
+ * wanted there; of others the plan may know no use. */
+static uint64_t wanted_at(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return gmi_chunk_is_resident(c) ? UINT64_MAX : m->trace.advice->next_use(m, c);
+}
+
+/* Returns the chunk with the latest use of the first CLEAN_LOOK that can leave their slots at once, from the hand of the
+ * clock on; *wanted_out is its use. Chunks that are read in turn, again and again, so keep as many of their slots as
+ * there are: the one used last leaves (Belady), not the one used longest ago, which is needed next. */
+static gmi_chunk_t *clean_latest(gmi_manager_t *m, uint64_t *wanted_out) {
+  gmi_chunk_t *latest = NULL;
+  for (uint32_t step = 0, looked = 0; step < m->host.slot_most && looked < CLEAN_LOOK; step++) {
+    uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
+    gmi_chunk_t *c = m->host.slots[slot].chunk;
+    if (!reclaimable(m, c, RECLAIM_CLEAN) || !gmi_fence_reached(m, m->host.slots[slot].fence)) continue;
+    const uint64_t wanted = wanted_at(m, c);
+    looked++;
+    if (latest && wanted <= *wanted_out) continue;
+    latest = c;
+    *wanted_out = wanted;
+    if (wanted == UINT64_MAX) break;
+  }
+  return latest;
+}
+static void leave_clean(gmi_manager_t *m, gmi_chunk_t *c) {
+  m->host.hand = gmi_chunk_slot(c) + 1;
+  leave_slot(m, c);
+}
+
+bool gmi_host_clean_leave(gmi_manager_t *m, uint64_t use) {
+  uint64_t wanted = 0;
+  gmi_chunk_t *c = clean_latest(m, &wanted);
+  if (!c || (!gmi_chunk_is_resident(c) && (wanted < use || wanted == UINT64_MAX))) return false;
+  leave_clean(m, c);
+  return true;
 }
 
 /* Returns the reclaimable state chunk that was updated last. *busy_out: the best choice is a chunk that is still being
@@ -126,6 +164,13 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
       return send_away(m, last, higher);
     }
     if (busy) break;
+    uint64_t wanted = 0;
+    gmi_chunk_t *latest = level == RECLAIM_CLEAN ? clean_latest(m, &wanted) : NULL;
+    if (latest) {
+      leave_clean(m, latest);
+      *freed_out = true;
+      return GEMINI_OK;
+    }
     for (uint32_t step = 0; step < m->host.slot_most; step++) {
       uint32_t slot = (uint32_t)(((uint64_t)m->host.hand + step) % m->host.slot_most);
       gmi_chunk_t *c = m->host.slots[slot].chunk;

@@ -656,6 +656,14 @@ static gemini_status_t zeros_to_host(gmi_manager_t *m, gmi_chunk_t *c, uint64_t 
   return GEMINI_OK;
 }
 
+bool gmi_chunk_read_soon(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason) {
+  const uint32_t here = GMI_VALID_DEVICE | GMI_VALID_HOST | GMI_VALID_ZERO;
+  if (gmi_chunk_io(c)) gmi_files_poll(m);
+  if (gmi_chunk_io(c) || gmi_chunk_has(c, here) || !gmi_chunk_has(c, GMI_VALID_FILE)) return true;
+  if (gmi_chunk_failed_read(c) || gmi_chunk_work_pending(m, c) || gmi_chunk_busy(c, GMI_TO_FETCH)) return false;
+  return gmi_host_slot_take_now(m, c, m->trace.advice->next_use(m, c)) && !gmi_file_read(m, c, reason);
+}
+
 gemini_status_t gmi_chunk_to_host(gmi_manager_t *m, gmi_chunk_t *c, bool drop, uint32_t reason) {
   if (gmi_chunk_io(c)) gmi_files_poll(m);
   if (gmi_chunk_has(c, GMI_VALID_HOST)) {

@@ -37,6 +37,9 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
  * when the link to the host has little to do at gmi_due_chunks_leave(); not if it is fetched again before. */
 void gmi_chunk_leaves_late(gmi_manager_t *m, gmi_chunk_t *c);
 void gmi_due_chunks_leave(gmi_manager_t *m);
+/* Of a chunk whose bytes are only in a file: starts to read them, where a slot can be had without waiting and without
+ * bytes that are wanted earlier leaving theirs. False: it is not being read now, and might be later. */
+bool gmi_chunk_read_soon(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reason);
 /* Makes the host copy valid; its bytes are there once the slot is quiet (gmi_chunk_settle_host()). drop: evicts the
  * device copy as well. BUSY when the device copy is acquired for writing, or with drop, when it is acquired or
  * pinned. */

@@ -58,7 +58,8 @@ static void test_borrowed_weights_need_no_memory(void) {
   CHECK_EQ(world_tensor_info(&w, t).state, GEMINI_STATE_HOLD);
   CHECK_EQ(moved(&w, LINK_F2H), 0);
   for (int round = 0; round < 2; round++) CHECK(reads_file(&w, t, 0, size, 1234, DEVICE));
-  CHECK_EQ(moved(&w, LINK_F2H), moved(&w, LINK_H2D));
+  CHECK(moved(&w, LINK_F2H) <= moved(&w, LINK_H2D)); /* some of the second round's are still on the host */
+  CHECK(moved(&w, LINK_F2H) + 6 * CHUNK >= moved(&w, LINK_H2D));
   CHECK_EQ(moved(&w, LINK_D2H) + moved(&w, LINK_H2F), 0);
   CHECK(reads_file(&w, t, 0, size, 1234, HOST));
   CHECK_EQ(moved(&w, LINK_H2F), 0);

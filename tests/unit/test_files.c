@@ -926,12 +926,64 @@ static void test_a_borrowed_file_that_cannot_be_looked_at_is_no_changed_one(void
   world_close(&w);
 }
 
+/* Passes that read more weights than the device and the host have room for. Each pass reads what neither could keep and
+ * a few more, where keeping the newest would read all; and the next chunks are read while operators run. */
+static atomic_int reads_now, reads_most;
+static ssize_t counted_pread(int fd, void *bytes, size_t size, off_t offset) {
+  const int now = atomic_fetch_add(&reads_now, 1) + 1;
+  for (int most = atomic_load(&reads_most); now > most && !atomic_compare_exchange_weak(&reads_most, &most, now);) {
+  }
+  sleep_us(1000);
+  const ssize_t n = gmi_sys_real.pread(fd, bytes, size, offset);
+  atomic_fetch_sub(&reads_now, 1);
+  return n;
+}
+static void test_a_plan_reads_ahead_and_keeps_what_it_can(void) {
+  enum { FRAMES = 10, SLOTS = 24, OPS = 28, SIZE = 2 * WORLD_CHUNK, PASSES = 6, LEAST = 2 * OPS - FRAMES - SLOTS };
+  static uint8_t bytes[OPS * SIZE];
+  world_write(bytes, 0, sizeof bytes, 3);
+  int fd = memfd_create("weights", MFD_CLOEXEC);
+  CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
+  fault_sys.pread = counted_pread;
+  world_t w = world_open(tiers_config(FRAMES, SLOTS, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", sizeof bytes);
+  gemini_access_t all = world_whole(t, GEMINI_READ, 0);
+  CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
+  uint64_t before = 0, reads = 0;
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (pass == PASSES - 1) atomic_store(&reads_most, 0);
+    CHECK_OK(gemini_iteration_begin(w.mgr));
+    for (uint64_t i = 0; i < OPS; i++) {
+      CHECK_OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
+      gemini_access_t a = world_part(t, i * SIZE, SIZE, GEMINI_READ, GEMINI_TIER_DEVICE);
+      CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      CHECK(world_reads(a.ptr, i * SIZE, SIZE, 3));
+      CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      CHECK_OK(gemini_op_end(w.mgr));
+    }
+    CHECK_OK(gemini_iteration_end(w.mgr));
+    const figures_t s = world_stats(&w);
+    uint64_t so_far = 0;
+    for (int i = 0; i < GEMINI_REASON_COUNT; i++) so_far += s.moved_chunks[LINK_F2H][i];
+    reads = so_far - before;
+    before = so_far;
+  }
+  fprintf(stderr, "    %" PRIu64 " reads, at least %d, %d at a time\n", reads, LEAST, atomic_load(&reads_most));
+  CHECK(reads >= LEAST && reads <= LEAST + FRAMES); /* those of the frames in which chunks come and go are kept twice */
+  if (engine == GEMINI_FILE_ENGINE_THREADS) CHECK(atomic_load(&reads_most) >= 2);
+  fault_sys.pread = fault_pread;
+  close(fd);
+  world_close(&w);
+}
+
 int main(void) {
   tiers_begin();
   bool uring = has_uring();
   for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
     fprintf(stderr, "  engine: %s\n", engine == GEMINI_FILE_ENGINE_THREADS ? "threads" : "io_uring");
     RUN_TIMED(test_updates_in_three_tiers_are_those_of_plain_arrays);
+    RUN_TIMED(test_a_plan_reads_ahead_and_keeps_what_it_can);
     RUN_TIMED(test_short_and_interrupted_transfers_go_on);
     RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
     RUN_TIMED(test_a_move_tells_of_each_chunk_that_did_not_come);

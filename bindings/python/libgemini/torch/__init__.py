@@ -475,7 +475,9 @@ def infer(
         model: A model, as of prepare(); or a folder that transformers or save() wrote, whose model is built and gets
             its weights from the files straight to where they will live.
         in_place: For a folder: whether weights stay in its files, which must not change, until they are wanted, and
-            are read again when they have left the host. None: if the host has no room for all.
+            are read again when they have left the host. None: they do, and as many as the host has room for are read
+            at once, in the background, so that the first pass begins before all have come. False: all are read before
+            infer() returns, and the files are not needed any more. With several ranks it is always False.
         verify: For a folder: compare checksums first, if it has any, which reads all bytes once more.
         progress: For a folder: as of init(). None: what init() was given.
 
@@ -489,6 +491,7 @@ def infer(
         OSError: A file cannot be read.
     """
     owner = session()
+    from_files = not isinstance(model, _torch.nn.Module)
     if not isinstance(model, _torch.nn.Module):
         show = owner.progress if progress is None else progress
         model = _checkpoint.from_folder(owner, model, verify, show, in_place)
@@ -511,6 +514,8 @@ def infer(
     model.requires_grad_(False).eval()
     taken = _take(owner, model, True)
     taken.move_to_files()
+    if from_files and in_place is None:
+        taken.read_soon()
     least, record = taken.least_bytes(lambda record: [record.place.dtype.itemsize])
     room = owner.manager.stats()["budget_bytes"]["device"] - owner.manager.config.device_margin_bytes
     if least > room:

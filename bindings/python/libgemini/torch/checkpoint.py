@@ -744,7 +744,7 @@ def _keep_in_fp32(model, dtype):
 def from_folder(session, folder, verify, progress, in_place):
     """Builds the model that a folder's config.json names, frozen, with the weights of the folder's files.
 
-    See libgemini.torch.infer().
+    See libgemini.torch.infer(); in_place: None is as True, and infer() goes on from there.
     """
     source = Folder(folder)
     try:
@@ -771,10 +771,7 @@ def from_folder(session, folder, verify, progress, in_place):
     _keep_in_fp32(model, dtype)
     if model.can_generate() and os.path.exists(source.file("generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(source.path)
-    if in_place is None:
-        stats, size = session.manager.stats(), sum(param.nbytes for param in model.parameters())
-        in_place = stats["model_bytes"] + size > stats["budget_bytes"]["host"]
-    if not in_place or session.ranks:
+    if in_place is False or session.ranks:
         load_weights(session, model, source, verify, progress)
         return model
     with session.arenas.apart((*model.parameters(), *model.buffers())):

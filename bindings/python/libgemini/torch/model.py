@@ -1064,6 +1064,14 @@ class Model:
                     raise
                 return  # the rest has room elsewhere
 
+    def read_soon(self) -> None:
+        """Starts to read weights that are in files, in the order of the model, as many as the host has room for.
+
+        Operators wait for what they need; the rest comes meanwhile.
+        """
+        accesses = [place.access(abi.READ, abi.TIER_HOST) for place in self.places()]
+        self.session.lib.hint(self.session.handle, (abi.Access * len(accesses))(*accesses), len(accesses))
+
     def least_bytes(self, at_once):
         """The device memory that the operator with the largest parameter needs, in whole chunks.
 
