@@ -263,11 +263,14 @@ class Place:
 
 
 def chunk_bytes(device_memory: int, cuda: bool) -> int:
-    """Chooses the chunk size: about a thousandth of the device budget.
+    """Chooses the chunk size: about a thousandth of the device budget, up to 32 MiB.
 
-    Fewer chunks cost less; smaller chunks waste less around what an operator needs. A GPU maps at least 2 MiB at once.
+    Fewer chunks cost less; smaller chunks waste less around what an operator needs. On a GPU, which maps at least
+    2 MiB, and takes some three microseconds for each copy beside its bytes, it is a 256th up to 8 MiB.
     """
-    return min(max(1 << max(device_memory // 1024, 1).bit_length() - 1, 2 << 20 if cuda else 64 << 10), 32 << 20)
+    least = min(device_memory // 256, 8 << 20) if cuda else 0
+    chunk = 1 << max(device_memory // 1024, least, 1).bit_length() - 1
+    return min(max(chunk, 2 << 20 if cuda else 64 << 10), 32 << 20)
 
 
 class Arenas:
