@@ -33,7 +33,7 @@ typedef struct {
   uint32_t bucket;        /* chunks whose gradients are added together; 0: 1 */
 } shape_t;
 /* The ranks of a replica. */
-static inline uint32_t shard_ranks(const shape_t *shape) {
+OWN_MEMORY static inline uint32_t shard_ranks(const shape_t *shape) {
   return shape->replicas ? shape->ranks / shape->replicas : shape->ranks;
 }
 static inline uint64_t scale_of(const shape_t *shape) { return shape->scale ? shape->scale : 1; }
@@ -50,34 +50,37 @@ static inline uint32_t steps_of(const shape_t *shape) {
 }
 
 /* ---- values */
-OWN_MEMORY static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
+OWN_MEMORY static inline uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
   uint64_t x = a * UINT64_C(0x9e3779b97f4a7c15) ^ b * UINT64_C(0xd1342543de82ef95) ^ c * UINT64_C(0xa0761d6478bd642f);
   x ^= x >> 32;
   x *= UINT64_C(0xe7037ed1a0b428db);
   return x ^ x >> 29;
 }
-OWN_MEMORY static float small_value(uint64_t a, uint64_t b, uint64_t c) { /* -1 to 1 */
+OWN_MEMORY static inline float small_value(uint64_t a, uint64_t b, uint64_t c) { /* -1 to 1 */
   return (float)(int32_t)(mix(a, b, c) >> 40) / (float)(1 << 23) - 1.0F;
 }
-OWN_MEMORY static float bf16_get(uint16_t half) {
+OWN_MEMORY static inline float bf16_get(uint16_t half) {
   uint32_t bits = (uint32_t)half << 16;
   float value;
   memcpy(&value, &bits, 4);
   return value;
 }
-OWN_MEMORY static uint16_t bf16_of(float value) { /* to nearest, ties to even; no NaN occurs */
+OWN_MEMORY static inline uint16_t bf16_of(float value) { /* to nearest, ties to even; no NaN occurs */
   uint32_t bits;
   memcpy(&bits, &value, 4);
   return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
-OWN_MEMORY static void put_value(void *at, uint64_t i, uint32_t element_bytes, float value) {
+OWN_MEMORY static inline void put_value(void *at, uint64_t i, uint32_t element_bytes, float value) {
   if (element_bytes == 4) ((float *)at)[i] = value;
   else ((uint16_t *)at)[i] = bf16_of(value);
 }
-OWN_MEMORY static float get_value(const void *at, uint64_t i, uint32_t element_bytes) {
+OWN_MEMORY static void put_values(void *to, const float *values, uint64_t count, uint32_t element_bytes) {
+  for (uint64_t i = 0; i < count; i++) put_value(to, i, element_bytes, values[i]);
+}
+OWN_MEMORY static inline float get_value(const void *at, uint64_t i, uint32_t element_bytes) {
   return element_bytes == 4 ? ((const float *)at)[i] : bf16_get(((const uint16_t *)at)[i]);
 }
-OWN_MEMORY static float sgd(float *momentum, float *master, float gradient) {
+OWN_MEMORY static inline float sgd(float *momentum, float *master, float gradient) {
   *momentum = 0.875F * *momentum + gradient;
   *master -= 0.03125F * *momentum;
   return *master;
@@ -106,14 +109,14 @@ typedef struct {
 } rank_t;
 
 /* A gradient depends on its parameter, so that a wrong one spreads. */
-OWN_MEMORY static float gradient_of(const rank_t *k, uint32_t rank, uint32_t step, uint64_t i, float param) {
+OWN_MEMORY static inline float gradient_of(const rank_t *k, uint32_t rank, uint32_t step, uint64_t i, float param) {
   (void)k;
   return small_value(i, rank + 1, step + 1) + 0.0625F * param;
 }
-OWN_MEMORY static bool has_sums(const rank_t *k) { return k->shape.micro_batches; }
+OWN_MEMORY static inline bool has_sums(const rank_t *k) { return k->shape.micro_batches; }
 /* Steps and micro-batches have numbers of their own in gradient_of() and is_used(). */
 static uint32_t batch_number(uint32_t step, uint32_t micro_batch) { return step + 100 * micro_batch; }
-OWN_MEMORY static bool is_used(const rank_t *k, uint32_t rank, uint32_t step, uint32_t layer) {
+OWN_MEMORY static inline bool is_used(const rank_t *k, uint32_t rank, uint32_t step, uint32_t layer) {
   if (!k->shape.unused) return true;
   return layer != 3 && (layer + rank + step) % 4 != 0; /* layer 3: by no rank */
 }
@@ -293,7 +296,7 @@ static void any_span(void *user, const gemini_update_span_t *span) {
   CHECK_OK(gemini_stream_call(k->w.mgr, span->stream, queued_span, d));
 }
 
-OWN_MEMORY static float rounded(const rank_t *k, float value) {
+OWN_MEMORY static inline float rounded(const rank_t *k, float value) {
   float own[1];
   put_value(own, 0, k->shape.element_bytes, value);
   return get_value(own, 0, k->shape.element_bytes);
@@ -308,7 +311,7 @@ OWN_MEMORY static void model_backward(rank_t *k, uint32_t step) {
   model->written = true;
 }
 /* The sum of an element's gradients in a replica, in the order of ranks. */
-OWN_MEMORY static float model_sum(const rank_t *k, uint32_t first, uint64_t i) {
+OWN_MEMORY static inline float model_sum(const rank_t *k, uint32_t first, uint64_t i) {
   float sum = k->model.local[first][i];
   for (uint32_t r = first + 1; r < first + shard_ranks(&k->shape); r++) sum += k->model.local[r][i];
   return rounded(k, sum);
@@ -397,7 +400,7 @@ static void fill_params(rank_t *k, uint32_t layer, bool from_file) {
   uint32_t bytes = k->shape.element_bytes;
   uint64_t first = k->model.first[layer], count = k->model.elements[layer];
   void *values = malloc(count * bytes);
-  for (uint64_t i = 0; i < count; i++) put_value(values, i, bytes, k->model.param[first + i]);
+  put_values(values, k->model.param + first, count, bytes);
   gemini_access_t use = world_whole(k->param[layer], GEMINI_WRITE, DEVICE);
   if (from_file) {
     int fd = memfd_create("parameters", MFD_CLOEXEC);
@@ -430,6 +433,15 @@ static void fill_masters(rank_t *k, uint32_t layer) {
   CHECK_EQ(offset, k->model.elements[layer] * 4);
 }
 
+/* The first values. */
+OWN_MEMORY static void model_begin(rank_t *k) {
+  for (uint32_t layer = 0; layer < LAYERS; layer++) {
+    for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++) {
+      k->model.master[i] = small_value(i, 0, 7);
+      k->model.param[i] = rounded(k, k->model.master[i]);
+    }
+  }
+}
 /* group: what to join, without ranks. Nothing has values yet; the model has the first ones. */
 static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
   *k = (rank_t){ .shape = *shape, .rank = rank };
@@ -447,14 +459,7 @@ static void rank_begin(rank_t *k, const shape_t *shape, uint32_t rank, gemini_gr
   group.bucket_bytes = shape->bucket * chunk_of(shape) + chunk_of(shape) / 2; /* what is over makes no difference */
   if (!shape->alone) CHECK_OK(gemini_group_open(k->w.mgr, &group, &k->group));
   open_arenas(k, k->group);
-  for (uint32_t layer = 0; layer < LAYERS; layer++) {
-    for (uint64_t i = k->model.first[layer]; i < k->model.first[layer] + k->model.elements[layer]; i++) {
-      float own[1];
-      k->model.master[i] = small_value(i, 0, 7);
-      put_value(own, 0, shape->element_bytes, k->model.master[i]);
-      k->model.param[i] = get_value(own, 0, shape->element_bytes);
-    }
-  }
+  model_begin(k);
 }
 static void rank_open(rank_t *k, const shape_t *shape, uint32_t rank, gemini_group_config_t group) {
   rank_begin(k, shape, rank, group);

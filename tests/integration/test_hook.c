@@ -274,7 +274,7 @@ static bool free_given(storm_t *s) {
 static void *storm(void *user) {
   storm_t *s = user;
   uint64_t random = 100 + s->index;
-  for (uint64_t step = 0; step < STORM_STEPS; step++) {
+  for (uint64_t step = 0; step < check_repetitions(STORM_STEPS); step++) {
     block_t block = { NULL, 1 + check_random(&random) % (W / 2), (step + 1) * STORM_THREADS + s->index };
     block.at = gemini_torch_malloc((ptrdiff_t)block.size, 0, s->argument);
     if (!block.at) fprintf(stderr, "step %" PRIu64 ": %s\n", step, world_error().message);

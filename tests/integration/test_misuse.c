@@ -159,9 +159,9 @@ static picture_t picture(void) {
 static bool same_picture(const picture_t *before) {
   const picture_t now = picture();
   const uint8_t *a = (const uint8_t *)before, *b = (const uint8_t *)&now;
+  if (!memcmp(a, b, sizeof now)) return true;
   size_t i = 0;
-  while (i < sizeof now && a[i] == b[i]) i++;
-  if (i == sizeof now) return true;
+  while (a[i] == b[i]) i++;
   const struct {
     const char *name;
     size_t begin, size;

@@ -28,22 +28,28 @@ typedef struct {
   uint8_t *plain[ARENAS]; /* what the arenas should hold */
 } model_t;
 
-static uint64_t mix(uint64_t x) {
+OWN_MEMORY static inline uint64_t mix(uint64_t x) {
   x *= UINT64_C(0x9e3779b97f4a7c15);
   return x ^ x >> 31;
 }
-static void element(uint64_t salt, uint64_t e, const uint8_t *const *in, uint8_t *const *out, uint64_t i, uint64_t o) {
+/* In memory of the caller's own. Bytes are copied by loops: sanitizers check memcpy() wherever it is called. */
+OWN_MEMORY static void element(uint64_t salt, uint64_t e, const uint8_t *const *in, uint8_t *const *out, uint64_t i,
+                               uint64_t o) {
   uint64_t x = mix(salt + e);
   for (int k = GRAD; k < ARENAS; k++) {
     uint64_t part = 0;
-    memcpy(&part, in[k] + i * sizes[k], sizes[k]);
+    for (uint32_t b = 0; b < sizes[k]; b++) ((uint8_t *)&part)[b] = in[k][i * sizes[k] + b];
     x = mix(x ^ part);
   }
   for (int k = 0; k < ARENAS; k++) {
     if (k == GRAD) continue;
     const uint64_t part = mix(x + (uint64_t)k);
-    memcpy(out[k] + o * sizes[k], &part, sizes[k]);
+    for (uint32_t b = 0; b < sizes[k]; b++) out[k][o * sizes[k] + b] = ((const uint8_t *)&part)[b];
   }
+}
+OWN_MEMORY static void elements(uint64_t salt, uint64_t first, uint64_t count, const uint8_t *const *in,
+                                uint8_t *const *out, uint64_t at) {
+  for (uint64_t i = 0; i < count; i++) element(salt, first + i, in, out, at + i, at + i);
 }
 
 /* ---- the function of the updates */
@@ -61,12 +67,20 @@ static void run_span(const rule_t *r, const gemini_update_span_t *s) {
   const uint8_t *in[ARENAS];
   uint8_t *out[ARENAS];
   CHECK(s->struct_size == sizeof *s);
-  for (int k = 0; k < ARENAS; k++) in[k] = s->ptr[k], out[k] = s->out[k];
   if (r->fills) {
-    memset(out[PARAM], (int)r->salt, s->element_count * sizes[PARAM]);
+    memset(s->out[PARAM], (int)r->salt, s->element_count * sizes[PARAM]);
     return;
   }
-  for (uint64_t i = 0; i < s->element_count; i++) element(r->salt, s->first_element + i, in, out, i, i);
+  for (int k = 0; k < ARENAS; k++) {
+    in[k] = out[k] = malloc(s->element_count * sizes[k]);
+    CHECK(out[k]);
+    if (k >= GRAD) memcpy(out[k], s->ptr[k], s->element_count * sizes[k]);
+  }
+  elements(r->salt, s->first_element, s->element_count, in, out, 0);
+  for (int k = 0; k < ARENAS; k++) {
+    if (k != GRAD) memcpy(s->out[k], out[k], s->element_count * sizes[k]);
+    free(out[k]);
+  }
   atomic_fetch_add(&elements_run, s->element_count);
 }
 typedef struct {
@@ -113,14 +127,14 @@ static gemini_status_t update(model_t *t, uint32_t flags, rule_t rule, uint64_t 
 static void plain_update(model_t *t, uint64_t salt, uint64_t first, uint64_t count) {
   const uint8_t *in[ARENAS];
   for (int k = 0; k < ARENAS; k++) in[k] = t->plain[k];
-  for (uint64_t e = first; e < first + count; e++) element(salt, e, in, t->plain, e, e);
+  elements(salt, first, count, in, t->plain, first);
 }
 enum { SPECULATE = GEMINI_UPDATE_SPECULATE, COMMIT = GEMINI_UPDATE_COMMIT, LATE = GEMINI_UPDATE_LATE };
 
 /* ---- the model */
 static void write_part(model_t *t, int k, uint64_t first, uint64_t count, uint64_t seed, uint32_t tier) {
   uint8_t *to = t->plain[k] + first * sizes[k];
-  for (uint64_t i = 0; i < count * sizes[k]; i++) to[i] = world_byte(seed, i);
+  world_pattern(to, 0, count * sizes[k], seed);
   for (uint64_t at = first * sizes[k], end = at + count * sizes[k], stop; at < end; at = stop) {
     stop = (at / CHUNK + 1) * CHUNK < end ? (at / CHUNK + 1) * CHUNK : end;
     gemini_access_t a = world_part(t->arena[k], at, stop - at, GEMINI_READ_WRITE, tier);

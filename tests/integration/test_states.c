@@ -50,7 +50,7 @@ static void use(const subject_t *s, uint32_t phase, uint32_t tier, uint32_t mode
   gemini_access_t a = whole_of(s->t, mode, tier);
   CHECK_OK(gemini_phase_set(s->w.mgr, phase));
   CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  for (uint64_t i = 0; mode & WRITE && i < BYTES; i++) ((uint8_t *)a.ptr)[i] = world_byte(seed, i);
+  if (mode & WRITE) world_write(a.ptr, 0, BYTES, seed);
   CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   CHECK_OK(gemini_phase_set(s->w.mgr, GEMINI_PHASE_NONE));
 }
@@ -88,7 +88,7 @@ static subject_t bring(int kind, uint32_t state, uint32_t place) {
 
 /* Through the arena, which changes no tensor's state; of a gradient that is not there, through its parameters'. */
 static bool has_bytes(const subject_t *s, uint64_t seed) {
-  uint64_t offset = world_tensor_info(&s->w, s->t).offset_bytes, i = 0;
+  uint64_t offset = world_tensor_info(&s->w, s->t).offset_bytes;
   gemini_access_t a = world_part(s->arena, offset, BYTES, READ, s->held.object.tensor ? s->held.tier : HOST);
   if (s->held.object.tensor && s->held.tier == HOST) a.ptr = s->held.ptr; /* who has it for writing sees it */
   else {
@@ -97,9 +97,9 @@ static bool has_bytes(const subject_t *s, uint64_t seed) {
     if (status) a.object.arena = s->base;
     if (status) CHECK_OK(gemini_acquire(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
-  while (i < BYTES && ((uint8_t *)a.ptr)[i] == world_byte(seed, i)) i++;
+  const bool right = world_reads(a.ptr, 0, BYTES, seed);
   if (!s->held.object.tensor || s->held.tier == DEVICE) CHECK_OK(gemini_release(s->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-  return i == BYTES;
+  return right;
 }
 
 static void finish(subject_t *s, uint64_t seed) {

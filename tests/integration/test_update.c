@@ -36,7 +36,7 @@ static void arenas_close(world_t *w) {
   for (uint32_t i = 0; i < w->count; i++) free(w->plain[i]);
 }
 
-static uint64_t mix(uint64_t x) {
+OWN_MEMORY static inline uint64_t mix(uint64_t x) {
   x *= UINT64_C(0x9e3779b97f4a7c15);
   return x ^ x >> 31;
 }
@@ -114,20 +114,22 @@ typedef struct {
   _Atomic uint64_t spans, device_spans, done, wrong;
 } rule_t;
 
-static void rule_elements(const rule_t *r, uint8_t *const *ptr, uint64_t first, uint64_t count) {
+/* In memory of the caller's own. Bytes are copied by loops: sanitizers check memcpy() wherever it is called. */
+OWN_MEMORY static void rule_elements(const rule_t *r, uint8_t *const *ptr, uint64_t first, uint64_t count) {
   for (uint64_t e = 0; e < count; e++) {
     uint64_t x = mix(r->salt + first + e);
     for (uint32_t i = 0; i < r->count; i++) {
       uint32_t bytes = r->w->bytes[r->index[i]];
       uint64_t part[2] = { 0, 0 };
       if (!(r->mode[i] & GEMINI_READ)) continue;
-      memcpy(part, ptr[i] + e * bytes, bytes);
+      for (uint32_t b = 0; b < bytes; b++) ((uint8_t *)part)[b] = ptr[i][e * bytes + b];
       x = mix(x ^ part[0]) + part[1];
     }
     for (uint32_t i = 0; i < r->count; i++) {
       uint32_t bytes = r->w->bytes[r->index[i]];
       uint64_t part[2] = { mix(x + i), mix(x - i - 1) };
-      if (r->mode[i] & GEMINI_WRITE) memcpy(ptr[i] + e * bytes, part, bytes);
+      for (uint32_t b = 0; r->mode[i] & GEMINI_WRITE && b < bytes; b++)
+        ptr[i][e * bytes + b] = ((const uint8_t *)part)[b];
     }
   }
 }
@@ -139,7 +141,19 @@ typedef struct {
 static void span_run(void *user) {
   queued_t *q = user;
   if (q->rule->delay_ms) sleep_ms(q->rule->delay_ms);
-  rule_elements(q->rule, (uint8_t *const *)q->span.ptr, q->span.first_element, q->span.element_count);
+  const rule_t *r = q->rule;
+  uint8_t *own[MOST];
+  for (uint32_t i = 0; i < r->count; i++) {
+    const uint64_t size = q->span.element_count * r->w->bytes[r->index[i]];
+    own[i] = malloc(size);
+    CHECK(own[i]);
+    if (r->mode[i] & GEMINI_READ) memcpy(own[i], q->span.ptr[i], size);
+  }
+  rule_elements(r, own, q->span.first_element, q->span.element_count);
+  for (uint32_t i = 0; i < r->count; i++) {
+    if (r->mode[i] & GEMINI_WRITE) memcpy(q->span.ptr[i], own[i], q->span.element_count * r->w->bytes[r->index[i]]);
+    free(own[i]);
+  }
   atomic_fetch_add(&q->rule->done, 1);
 }
 static void span_run_and_free(void *user) {

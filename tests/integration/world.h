@@ -128,18 +128,34 @@ static inline gemini_access_t world_whole(gemini_object_t object, uint32_t mode,
 #define world_whole(object, ...) world_whole(OBJECT(object), __VA_ARGS__)
 
 /* Byte i of the pattern of a seed; seed 0: all bytes are zero. */
-static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
+OWN_MEMORY static inline uint8_t world_byte(uint64_t seed, uint64_t i) {
   uint64_t x = (i + 1) * UINT64_C(0x9e3779b97f4a7c15) + seed * UINT64_C(0xd1342543de82ef95);
   return seed ? (uint8_t)((x ^ x >> 29) >> 17) : 0;
 }
 
+/* Bytes of the pattern from offset on, into memory of the caller's own. */
+OWN_MEMORY static inline void world_pattern(uint8_t *own, uint64_t offset, uint64_t size, uint64_t seed) {
+  for (uint64_t i = 0; i < size; i++) own[i] = world_byte(seed, offset + i);
+}
+enum { WORLD_PIECE = 4096 }; /* bytes that are compared with the pattern, or written, together */
 static inline void world_write(void *at, uint64_t offset, uint64_t size, uint64_t seed) {
-  for (uint64_t i = 0; i < size; i++) ((uint8_t *)at)[i] = world_byte(seed, offset + i);
+  uint8_t own[WORLD_PIECE];
+  for (uint64_t done = 0, part; done < size; done += part) {
+    part = size - done < WORLD_PIECE ? size - done : WORLD_PIECE;
+    world_pattern(own, offset + done, part, seed);
+    memcpy((uint8_t *)at + done, own, part);
+  }
 }
 /* Are the bytes what world_write() wrote? Prints the first one that is not. */
 static inline bool world_reads(const void *at, uint64_t offset, uint64_t size, uint64_t seed) {
   const uint8_t *bytes = at;
+  uint8_t own[WORLD_PIECE];
   uint64_t i = 0;
+  for (uint64_t part; i < size; i += part) {
+    part = size - i < WORLD_PIECE ? size - i : WORLD_PIECE;
+    world_pattern(own, offset + i, part, seed);
+    if (memcmp(bytes + i, own, part) != 0) break;
+  }
   while (i < size && bytes[i] == world_byte(seed, offset + i)) i++;
   if (i == size) return true;
   fprintf(stderr, "byte %" PRIu64 " is %#x, expected %#x of seed %" PRIu64 "\n", offset + i, bytes[i],

@@ -235,7 +235,8 @@ typedef struct {
   uint32_t steps[OPT_STEPS], step_count; /* users of updates */
 } opt_t;
 
-static inline void opt_compute(uint32_t step, uint16_t *params, uint32_t *master, uint32_t *momentum, uint64_t n) {
+OWN_MEMORY static inline void opt_compute(uint32_t step, uint16_t *params, uint32_t *master, uint32_t *momentum,
+                                          uint64_t n) {
   for (uint64_t i = 0; i < n; i++) {
     momentum[i] = momentum[i] * 3 + params[i] + step;
     master[i] = master[i] * 5 + momentum[i];
@@ -248,7 +249,18 @@ typedef struct {
 } opt_call_t;
 static inline void opt_call(void *user) {
   opt_call_t *c = user;
-  opt_compute(c->step, c->span.ptr[0], c->span.ptr[1], c->span.ptr[2], c->span.element_count);
+  const uint64_t n = c->span.element_count;
+  void *own[OPT_ARENAS];
+  for (int a = 0; a < OPT_ARENAS; a++) {
+    own[a] = malloc(n * opt_bytes[a]);
+    CHECK(own[a]);
+    memcpy(own[a], c->span.ptr[a], n * opt_bytes[a]);
+  }
+  opt_compute(c->step, own[0], own[1], own[2], n);
+  for (int a = 0; a < OPT_ARENAS; a++) {
+    memcpy(c->span.ptr[a], own[a], n * opt_bytes[a]);
+    free(own[a]);
+  }
   free(c);
 }
 static gemini_manager_t opt_mgr; /* of device spans */
@@ -280,7 +292,7 @@ static inline opt_t *opt_in(const world_t *w, uint64_t param_chunks, const char 
     uint64_t size = o->n * opt_bytes[a];
     o->model[a] = malloc(size);
     CHECK(o->model[a]);
-    for (uint64_t i = 0; i < size; i++) o->model[a][i] = world_byte((uint64_t)a + 1, i);
+    world_pattern(o->model[a], 0, size, (uint64_t)a + 1);
     for (uint64_t at = 0; at < size; at += WORLD_CHUNK)
       world_fill(w, o->arenas[a], at, size - at < WORLD_CHUNK ? size - at : WORLD_CHUNK, GEMINI_TIER_HOST,
                  (uint64_t)a + 1);
