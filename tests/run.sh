@@ -56,16 +56,20 @@ lane() {
   cmake --preset "$preset" && cmake --build --preset "$preset" && ctest --preset "$preset"
 }
 
-# Lengths that take about five to ten seconds each on two cores, in the lane release a quarter of a minute;
+# Lengths that take about five to ten seconds each on two cores, in the lane release up to twenty;
 # stress.test_group_random, whose steps need several processes, takes two to three times as long.
 steps_of() {
-  case $1 in release) echo 100000 ;; asan) echo 8000 ;; tsan) echo 2000 ;; valgrind) echo 500 ;; *) echo 0 ;; esac
+  case $1 in release) echo 50000 ;; asan) echo 8000 ;; tsan) echo 2000 ;; valgrind) echo 500 ;; *) echo 0 ;; esac
 }
+
+# Of the tester's programs, which take the thread sanitizer longest.
+tester_steps_of() { if [[ $1 == tsan ]]; then echo 5000; fi; }
 
 failed=()
 for name in "${lanes[@]}"; do
   begin=$SECONDS
-  GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} lane "$name" || failed+=("$name")
+  GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} \
+    GEMINI_TESTER_STEPS=${GEMINI_TESTER_STEPS:-$(tester_steps_of "$name")} lane "$name" || failed+=("$name")
   if ((tidy)) && [[ $name == torch-* ]]; then rm -rf "build/venv-$name" build/venv-page build/uv; fi
   took+=", $name $((SECONDS - begin)) s"
 done

@@ -55,34 +55,20 @@ fi
 cmake -S . -B build/torch -G Ninja -DCMAKE_BUILD_TYPE=Release -DGEMINI_TESTS=OFF -DGEMINI_CHECK=ON -DGEMINI_BENCH=OFF
 cmake --build build/torch --target gemini gemini_update
 
-# Two processes for two cores, as each takes ten seconds to import everything. What does not depend on torch, and what takes
-# long and depends on it in no way that something else does not, is for the lane release.
-half() {
-  local log=build/torch/$name.$1.log files
-  shift
-  mapfile -t files < <(printf 'bindings/python/tests/test_%s.py\n' "$@")
-  # uv installs sources alone: what is imported is compiled once, not in each process, and kept out of the sources.
-  env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$PWD/build/pycache" \
-    PYTHONPATH="$PWD/bindings/python" LIBGEMINI_DIR="$PWD/build/torch" OMP_NUM_THREADS=1 timeout 3600 \
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider --durations=5 \
-    -k 'not kill and not torchrun and not inductor and not processes and not second_copy' \
-    "${arguments[@]}" "${files[@]}" "${more[@]}" >"$log" 2>&1 || { cat "$log"; return 1; }
-  tail -n 1 "$log"
-}
-arguments=("$@")
-more=()
-first_half=(training unit misuse views optimizers checkpoint)
-second_half=(activations docs interrupts models numbers random report savers scripted several trainers versions)
-if [[ $name == gpu ]]; then # between the two others: what depends on torch most
-  first_half=(training views)
-  second_half=(unit numbers random versions)
-fi
-half 1 "${first_half[@]}" &
-first=$!
-failed=0
+# What does not depend on torch, and what takes long and depends on it in no way that something else does not, is for the
+# lane release. The longest files come first.
+files=(checkpoint unit models optimizers training activations versions savers views numbers several random scripted)
+case $name in
+  gpu) files=(unit training versions views numbers random) ;; # between the two others: what depends on torch most
+  newest) files=(trainers "${files[@]}") ;;                   # of libraries that change with torch
+esac
+paths=()
+for file in "${files[@]}"; do paths+=("bindings/python/tests/test_$file.py"); done
 # Of several processes: what uses most of torch in 15 seconds of one core. Gloo, DTensors of parallelize_module() that
 # ranks divide once more, checkpoints. The rest of test_ranks.py trains its cases together, for minutes.
-[[ $name == gpu ]] || more=('bindings/python/tests/test_ranks.py::test_dtensors_are_divided[4]')
-half 2 "${second_half[@]}" || failed=1
-wait "$first" || failed=1
-exit "$failed"
+[[ $name == gpu ]] || paths+=('bindings/python/tests/test_ranks.py::test_dtensors_are_divided[4]')
+# uv installs sources alone: what is imported is compiled once, not in each process, and kept out of the sources.
+env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$PWD/build/pycache" PYTHONPATH="$PWD/bindings/python" \
+  LIBGEMINI_DIR="$PWD/build/torch" OMP_NUM_THREADS=1 timeout 3600 "$venv/bin/python" \
+  bindings/python/tests/run_files.py --log "build/torch/$name" "${paths[@]}" -- -q --durations=5 \
+  -k 'not kill and not torchrun and not inductor and not processes and not second_copy' "$@"

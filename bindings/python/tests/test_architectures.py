@@ -100,9 +100,9 @@ class Life:
     def built(self):
         return self.values()
 
-    def trained(self):
+    def trained(self, steps=2):
         losses = []
-        for _ in range(2):
+        for _ in range(steps):
             losses.append(self.backward())
             self.step()
         return self.values(losses=losses)
@@ -144,7 +144,7 @@ class Life:
         return {"tokens": described(tokens)}
 
     def trained_again(self):
-        return self.trained()
+        return self.trained(1)
 
     def momentum(self):
         return self.optimizer.state_dict()["state"]
@@ -204,7 +204,7 @@ class Life:
         return self.loaded(folder)
 
     def trained_on(self):
-        return {**self.trained(), "momentum": described(self.momentum())}
+        return {**self.trained(1), "momentum": described(self.momentum())}
 
     def live(self, send, stages):
         for stage in stages:
