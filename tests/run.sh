@@ -56,10 +56,10 @@ lane() {
   cmake --preset "$preset" && cmake --build --preset "$preset" && ctest --preset "$preset"
 }
 
-# Lengths that take about five to ten seconds each on two cores, in the lane release up to twenty;
+# Lengths that take about five to ten seconds each on two cores, in the lane release half a minute;
 # stress.test_group_random, whose steps need several processes, takes two to three times as long.
 steps_of() {
-  case $1 in release) echo 50000 ;; asan) echo 8000 ;; tsan) echo 2000 ;; valgrind) echo 500 ;; *) echo 0 ;; esac
+  case $1 in release) echo 100000 ;; asan) echo 8000 ;; tsan) echo 2000 ;; valgrind) echo 500 ;; *) echo 0 ;; esac
 }
 
 # Of the tester's programs, which take the thread sanitizer longest.

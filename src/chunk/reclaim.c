@@ -85,9 +85,9 @@ static uint64_t wanted_at(gmi_manager_t *m, const gmi_chunk_t *c) {
   return gmi_chunk_is_resident(c) ? UINT64_MAX : m->trace.advice->next_use(m, c);
 }
 
-/* Returns the chunk with the latest use of the first CLEAN_LOOK that can leave their slots at once, from the hand of the
- * clock on; *wanted_out is its use. Chunks that are read in turn, again and again, so keep as many of their slots as
- * there are: the one used last leaves (Belady), not the one used longest ago, which is needed next. */
+/* Returns the chunk with the latest use of the first CLEAN_LOOK that can leave their slots at once, from the hand of
+ * the clock on; *wanted_out is its use. Chunks that are read in turn, again and again, so keep as many of their slots
+ * as there are: the one used last leaves (Belady), not the one used longest ago, which is needed next. */
 static gmi_chunk_t *clean_latest(gmi_manager_t *m, uint64_t *wanted_out) {
   gmi_chunk_t *latest = NULL;
   for (uint32_t step = 0, looked = 0; step < m->host.slot_most && looked < CLEAN_LOOK; step++) {

@@ -251,8 +251,8 @@ static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
 }
 
 /* Starts to read what the plan fetches next, and is only in files: some fetches ahead, so that the disk always has
- * several reads to do, in few of the slots, as each that is filled ahead of its use holds nothing else meanwhile. Behind
- * the last fetch of a plan comes its first one, of the next iteration. */
+ * several reads to do, in few of the slots, as each that is filled ahead of its use holds nothing else meanwhile.
+ * Behind the last fetch of a plan comes its first one, of the next iteration. */
 static void read_ahead(gmi_manager_t *m, const variant_t *v) {
   const gmi_plan_t *plan = &v->bundle.plan;
   const uint32_t total = plan->fetch_first[v->bundle.input.op_count];

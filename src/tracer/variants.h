@@ -208,9 +208,9 @@ void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v);
 /* Note which fetches of the plan are due, at the begin of an iteration and of an op. */
 void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v);
 void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v);
-/* Issues fetches that are due, in their order. One whose bytes are on their way from a file stays due, and with it those
- * behind it: the calling thread goes on. So does one that would wait for a worker while the link is full. May give the
- * lock away for callbacks of updates. */
+/* Issues fetches that are due, in their order. One whose bytes are on their way from a file stays due, and with it
+ * those behind it: the calling thread goes on. So does one that would wait for a worker while the link is full. May
+ * give the lock away for callbacks of updates. */
 void gmi_tracer_plan_more(gmi_manager_t *m);
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
 
