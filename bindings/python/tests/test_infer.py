@@ -5,6 +5,9 @@ SPDX-License-Identifier: Apache-2.0
 
 import contextlib
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -787,3 +790,15 @@ def test_a_parameter_that_does_not_fit_is_told(session):
     session("64KiB")
     with pytest.warns(UserWarning, match=r"device_memory leaves 65536 bytes: a pass that uses all of parameter"):
         gm.infer(model)
+
+
+# ---- its bench
+def test_the_bench_runs_from_a_folder(tmp_path):
+    """bench/peers/generate_torch.py --folder, which no other test runs: the start, and tokens read from files."""
+    bench = pathlib.Path(__file__).parents[3] / "bench" / "peers" / "generate_torch.py"
+    size = "--device cpu --size tiny --vocabulary 512 --tokens 3 --system gemini --device-mem 256KiB --host-mem 256KiB"
+    command = [sys.executable, str(bench), *size.split(), "--folder", str(tmp_path / "weights")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    row = json.loads(done.stdout.splitlines()[-1].removeprefix("ROW "))
+    assert row["case"] == "gemini tiny 256KiB batch 1 prompt 128" and row["departures"] == 0
+    assert row["start_seconds"] > 0 and row["reading_seconds"] > 0 and row["missing_bytes"] > 0
