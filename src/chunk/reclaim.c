@@ -164,7 +164,7 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
       return send_away(m, last, higher);
     }
     if (busy) break;
-    uint64_t wanted = 0;
+    uint64_t wanted = 0; /* where copies of all clean slots are under way, the clock chooses one to be waited for */
     gmi_chunk_t *latest = level == RECLAIM_CLEAN ? clean_latest(m, &wanted) : NULL;
     if (latest) {
       leave_clean(m, latest);

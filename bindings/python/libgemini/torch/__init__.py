@@ -195,8 +195,8 @@ def init(
             LOCAL_RANK, unless the script has chosen another one by torch.cuda.set_device(); otherwise the simulated
             device, which is host memory with a budget, and whose tensors are CPU tensors.
         margin: Bytes of device_memory that stay unused.
-        chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory;
-            on a GPU up to 8 MiB a 256th.
+        chunk_size: Bytes of a chunk, a power of two from 64 KiB to 1 GiB. 0: about a thousandth of device_memory,
+            at most 32 MiB; on a GPU at least 2 MiB, and below 8 MiB a 256th of device_memory.
         warmup_iterations: Training steps that are watched before the first plan is made.
         update_threads: Threads that run optimizer updates on the host. 0: the cores less one; of several processes of a
             machine, of an equal part of the cores.
