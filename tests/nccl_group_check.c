@@ -15,7 +15,7 @@
 #include "integration/group_world.h"
 
 #define NS_PER_S UINT64_C(1000000000)
-enum { MOST_RANKS = RANKS_MOST, SCALE = 32, SHARED_LAYERS = 8, KILLED_IN_STEP = 2 };
+enum { MOST_RANKS = RANKS_MOST, SCALE = 32, FEW_LAYERS = 8, KILLED_IN_STEP = 2 };
 
 static struct shared {
   pthread_barrier_t barrier;
@@ -108,7 +108,7 @@ static shape_t shape_of(const check_rank_t *c, uint32_t stage, uint32_t element_
                     .ordinal = gpu_of(c),
                     .copy = copy,
                     .scale = SCALE,
-                    .layers = shared_gpu ? SHARED_LAYERS : SCALE };
+                    .layers = shared_gpu || threads ? FEW_LAYERS : SCALE };
 }
 static void train(check_rank_t *c, uint32_t stage, uint32_t flags, uint32_t micro_batches, uint32_t replicas) {
   const uint32_t bytes = stage == GEMINI_ZERO_GRADIENTS ? 2 : 4;

@@ -233,7 +233,7 @@ static void batches_of(uint64_t count, uint32_t tier) {
   }
   last->struct_size += 8;
   CHECK_EQ(gemini_release(mgr, all, count, stream), GEMINI_ERR_INVALID);
-  char says[64];
+  char says[128];
   snprintf(says, sizeof says, "accesses[%d]: struct_size is %zu, that of accesses[0] is %zu", (int)count - 1,
            sizeof *all + 8, sizeof *all);
   CHECK_SAYS(message(), says);
