@@ -23,7 +23,9 @@ from the folder: gemini by gm.infer(FOLDER), the others by from_pretrained(). Wh
 dropped before. start_seconds is the time from there to the first token, reading_seconds that of reading all bytes of
 the files with eight threads and nothing else, times_reading the former in terms of the latter. What fits neither on the
 device nor into --host-mem has to be read for each token, at the rate of that reading: files_seconds, and bound_seconds
-is the larger of the two. The folder stays when the program ends.
+is the larger of the two. The system keeps in its own memory what it has read, so that these reads are no reads of the
+disk on a machine that has memory to spare; with --uncached it is made to forget it all the time. The folder stays when
+the program ends.
 
 --cache chooses where keys and values are kept; each of several runs in a process of its own. "dynamic" and "static" are
 torch's memory; "gemini" is gm.Cache, which the system gemini alone has; "offloaded" is transformers' own, which keeps
@@ -50,6 +52,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -62,12 +65,14 @@ SIZES = {  # width, width of the MLP, blocks, heads, heads of keys and values, e
     "7b": (4096, 11008, 32, 32, 32, 0),
     "13b": (5120, 13824, 40, 40, 40, 0),
     "70b": (8192, 28672, 80, 64, 8, 0),
+    "70b-30": (8192, 28672, 30, 64, 8, 0),  # of its 80 blocks; 52 GB
     "mixtral-tiny": (256, 896, 16, 8, 2, 8),
     "mixtral-8b": (2048, 7168, 16, 16, 4, 8),
     "mixtral": (4096, 14336, 32, 32, 8, 8),
 }
 SYSTEMS = "gemini", "accelerate", "gpu"
 POLICIES = "lru", "frequent", "least-stale", "all"  # which expert leaves first; all: each pass reads all experts
+UNCACHED_SECONDS = 0.02  # between two times that --uncached has the system forget
 TORCH_BYTES = 1 << 30  # of a GPU, for torch's own tensors, where --device-mem is a share of the experts
 CACHES = "dynamic", "static", "gemini", "offloaded"
 
@@ -93,6 +98,7 @@ arguments.add_argument(
     "--host-mem", default=None, help="of gemini; left out: the weights, a cache of its own, and 2 GiB"
 )
 arguments.add_argument("--folder", default=None, help="of the weights, written if it is not there")
+arguments.add_argument("--uncached", action="store_true", help="the folder's bytes come from the disk each time")
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "torch"], help="of gemini")
@@ -167,6 +173,13 @@ def link_rate(torch, device):
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return source.numel() / statistics.median(seconds[1:])
+
+
+def keep_uncached(folder):
+    """Has the system forget what it has read of the folder, all the time."""
+    while True:
+        weights.drop_cached(folder)
+        time.sleep(UNCACHED_SECONDS)
 
 
 def main():
@@ -245,7 +258,7 @@ def main():
         times.append(time.perf_counter())
         if cuda and len(times) == 1:
             torch.cuda.reset_peak_memory_stats()
-        if gm:
+        if gm and len(times) in (2, tokens):
             departed.append(gm.stats()["departures"])
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
@@ -254,6 +267,8 @@ def main():
     ).to(device)
     texts = []
     torch.manual_seed(3)
+    if options.uncached and folder:
+        threading.Thread(target=keep_uncached, args=(folder,), daemon=True).start()
     for text in range(2):
         if gm and text:
             gm.stats_reset()
@@ -278,7 +293,7 @@ def main():
                 "first": times[0] - text_begin,
                 "done": times[0],
                 "seconds": seconds,
-                "departures": departed[-1] - departed[min(1, len(departed) - 1)] if gm else 0,
+                "departures": departed[-1] - departed[0] if gm else 0,  # behind the second token
             }
         )
     first, second = texts
@@ -301,7 +316,8 @@ def main():
         + (f" {options.device_mem}" if options.system != "gpu" else "")
         + (f" {options.policy}" if options.system == "gemini" and experts else "")
         + f" batch {options.batch} prompt {options.prompt}"
-        + (f" cache {options.cache}" if options.cache != "dynamic" else ""),
+        + (f" cache {options.cache}" if options.cache != "dynamic" else "")
+        + (" uncached" if options.uncached else ""),
         "value": value,
         "unit": "s",
         "sec_per_token": value,
@@ -340,6 +356,7 @@ def main():
             host_peak=stats["peak_bytes"]["host"],
             fetched_bytes_per_token=fetched // passes,
             demand_bytes_per_token=stats["moved_bytes"]["host to device"]["demand"] // passes,
+            read_bytes_per_token=sum(stats["moved_bytes"]["file to host"].values()) // passes,
             evicted_bytes_per_token=sum(stats["moved_bytes"]["device to host"].values()) // passes,
             evicted_bytes=sum(stats["moved_bytes"]["device to host"].values()),
             predicted_sec_per_token=stats["predicted_step_ns"] / 1e9,

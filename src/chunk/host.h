@@ -44,6 +44,9 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
  * later; of these, the latest. False: there is none that nothing uses. Bytes of which no use is known stay: they may
  * just have been read. Does not block. */
 bool gmi_host_clean_leave(gmi_manager_t *m, uint64_t use);
+/* Frees the chunk's slot if its bytes are in a file, too, and nothing uses it. False: it may be freed soon, a copy or a
+ * transfer still uses it. Does not block. */
+bool gmi_host_file_drop(gmi_manager_t *m, gmi_chunk_t *c);
 uint64_t gmi_home_slots(const gmi_manager_t *m); /* chunks that fit on the host and in files together */
 /* With placement auto: do host and files lack room for the bytes of all arenas, and with the device they have it? Then
  * some states have their only copy on the device. False if bytes are borrowed, which need no room. The chunk size has

@@ -116,6 +116,13 @@ bool gmi_host_clean_leave(gmi_manager_t *m, uint64_t use) {
   return true;
 }
 
+bool gmi_host_file_drop(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (!gmi_chunk_has_slot(c)) return true;
+  if (gmi_chunk_io(c) || !gmi_fence_reached(m, m->host.slots[gmi_chunk_slot(c)].fence)) return false;
+  if (gmi_chunk_has(c, GMI_VALID_FILE) && reclaimable(m, c, RECLAIM_CLEAN)) leave_slot(m, c);
+  return true;
+}
+
 /* Returns the reclaimable state chunk that was updated last. *busy_out: the best choice is a chunk that is still being
  * updated; the caller should wait for it rather than evict one with an earlier next use. */
 static gmi_chunk_t *updated_last(gmi_manager_t *m, bool *busy_out) {

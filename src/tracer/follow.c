@@ -16,8 +16,6 @@
 #include "chunk/update.h"
 #include "tracer/variants.h"
 
-enum { READS_AHEAD = 32, READS_SHARE = 8 /* of the slots: one in so many */ };
-
 /* ---- queries */
 uint32_t gmi_tracer_op_stream(gmi_manager_t *m) {
   return m->trace.tracer && m->trace.tracer->op_open ? m->trace.tracer->op_stream : GMI_CALLER;
@@ -187,13 +185,13 @@ static bool is_speculated(gmi_manager_t *m, const gmi_chunk_t *c) {
 
 /* A chunk with a deferred update piece, held by a graph's replay, or claimed by a load is left to be fetched on demand:
  * what precedes it is not queued yet. */
-static bool comes_later(gmi_manager_t *m, const gmi_chunk_t *c) {
+bool gmi_tracer_comes_later(gmi_manager_t *m, const gmi_chunk_t *c) {
   return gmi_chunk_deferred(c) || gmi_chunk_graph_held(c) || gmi_chunk_is_loading(c) || is_speculated(m, c);
 }
 
 /* Fetches a chunk ahead of its use. Where ops are chosen, chunks that the plan does not know make room. */
 static gemini_status_t fetch_ahead(gmi_manager_t *m, const variant_t *v, gmi_chunk_t *c) {
-  if (comes_later(m, c)) return GEMINI_OK;
+  if (gmi_tracer_comes_later(m, c)) return GEMINI_OK;
   return gmi_chunk_fetch(m, c, false, GEMINI_REASON_PLAN, v->trace.chosen.count ? GMI_TAKE_CACHED : 0);
 }
 
@@ -250,22 +248,6 @@ static void plan_fetch(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
   }
 }
 
-/* Starts to read what the plan fetches next, and is only in files: some fetches ahead, so that the disk always has
- * several reads to do, in few of the slots, as each that is filled ahead of its use holds nothing else meanwhile.
- * Behind the last fetch of a plan comes its first one, of the next iteration. */
-static void read_ahead(gmi_manager_t *m, const variant_t *v) {
-  const gmi_plan_t *plan = &v->bundle.plan;
-  const uint32_t total = plan->fetch_first[v->bundle.input.op_count];
-  if (!m->file.store && !m->file.borrowed) return;
-  const uint32_t share = m->host.slot_count / READS_SHARE, most = share < READS_AHEAD ? share : READS_AHEAD;
-  for (uint32_t k = 0; k < most && k < total; k++) {
-    const gmi_plan_move_t *move = &plan->fetches[(m->trace.tracer->now.due.next[1] + k) % total];
-    gmi_chunk_t *c = v->bundle.chunk_of[move->chunk];
-    if (move->piece != GMI_NO_PIECE || comes_later(m, c)) continue;
-    if (!gmi_chunk_read_soon(m, c, GEMINI_REASON_PLAN)) return;
-  }
-}
-
 /* Has the op that needs the chunk of a due fetch ended? Then it has been fetched on demand. */
 static bool is_too_late(const gmi_tracer_t *t, const gmi_plan_move_t *move, bool of_this_iteration) {
   const bool for_next = move->use_op < move->op;
@@ -296,16 +278,17 @@ void gmi_tracer_plan_more(gmi_manager_t *m) {
   }
 }
 
-void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v) {
+void gmi_tracer_plan_begin(gmi_manager_t *m, variant_t *v) {
   gmi_tracer_t *t = m->trace.tracer;
   const bool goes_on = t->now.due.variant == t->active && t->entered == t->active;
   t->now.due.next[0] = goes_on ? t->now.due.next[1] : 0;
   t->now.due.end[0] = goes_on ? v->bundle.plan.fetch_first[v->bundle.input.op_count] : 0;
   t->now.due.next[1] = t->now.due.end[1] = 0;
   t->now.due.variant = t->active;
+  gmi_tracer_reads_begin(m, v, goes_on);
 }
 
-void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v) {
+void gmi_tracer_plan_op(gmi_manager_t *m, variant_t *v) {
   gmi_tracer_t *t = m->trace.tracer;
   if (t->now.due.variant != t->active) {
     t->now.due.next[0] = t->now.due.end[0] = 0;
@@ -313,7 +296,7 @@ void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v) {
     t->now.due.variant = t->active;
   }
   t->now.due.end[1] = v->bundle.plan.fetch_first[t->op_index + 1];
-  read_ahead(m, v);
+  gmi_tracer_reads_op(m, v);
   gmi_tracer_plan_more(m);
 }
 

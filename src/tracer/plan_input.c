@@ -507,5 +507,6 @@ void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle) {
   free(bundle->group_of);
   free(bundle->chunk_of);
   free(bundle->piece_first);
+  free(bundle->reads.fetched);
   memset(bundle, 0, sizeof *bundle);
 }

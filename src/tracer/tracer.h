@@ -174,6 +174,15 @@ gemini_status_t gmi_trace_forecast(gmi_manager_t *m, const char *path, gemini_fo
                                    char **text_out);
 
 /* plan_input.c: translates a trace for the policy */
+/* What a plan's fetches have to read from files; see reads.c. Places are counted on from the first fetch of the plan. */
+typedef struct {
+  bool *fetched;  /* [chunk_count] whether the plan fetches a chunk; NULL: not found out yet */
+  uint64_t share; /* of 2^64: of the fetched chunks, those that are read in each pass; 0: the host has room for all */
+  uint64_t at, read,
+      left;         /* the next fetch, the end of what has been read ahead, the begin of what has left the host */
+  uint32_t waiting; /* reads ahead of fetches that have not come */
+} gmi_reads_t;
+
 /* A plan and the input it was made from. Owns the arrays of input and plan. Invariants: made says that plan is
  * valid; chunk_of maps the policy's chunk indices to records and is valid until arenas are cut anew. */
 typedef struct gmi_plan_bundle {
@@ -182,6 +191,7 @@ typedef struct gmi_plan_bundle {
   gmi_chunk_t **chunk_of; /* [input.chunk_count] */
   uint32_t *piece_first;  /* [update_count + 1] an update's first piece in input.pieces */
   uint32_t *group_of;     /* [groups.group_count] the manager's index of each group of the plan */
+  gmi_reads_t reads;
   bool made;
   bool ahead, plans_ahead; /* as trace.ahead when the plan was made; it has pieces that are computed ahead */
 } gmi_plan_bundle_t;

@@ -206,13 +206,23 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
 gemini_status_t gmi_tracer_variant_plan(gmi_manager_t *m, variant_t *v);
 void gmi_tracer_enter_plan(gmi_manager_t *m, variant_t *v);
 /* Note which fetches of the plan are due, at the begin of an iteration and of an op. */
-void gmi_tracer_plan_begin(gmi_manager_t *m, const variant_t *v);
-void gmi_tracer_plan_op(gmi_manager_t *m, const variant_t *v);
+void gmi_tracer_plan_begin(gmi_manager_t *m, variant_t *v);
+void gmi_tracer_plan_op(gmi_manager_t *m, variant_t *v);
 /* Issues fetches that are due, in their order. One whose bytes are on their way from a file stays due, and with it
  * those behind it: the calling thread goes on. So does one that would wait for a worker while the link is full. May
  * give the lock away for callbacks of updates. */
 void gmi_tracer_plan_more(gmi_manager_t *m);
 void gmi_tracer_plan_after_op(gmi_manager_t *m, variant_t *v, uint32_t op);
+/* A chunk with a deferred update piece, held by a graph's replay, or claimed by a load is left to be fetched on demand:
+ * what precedes it is not queued yet. */
+bool gmi_tracer_comes_later(gmi_manager_t *m, const gmi_chunk_t *c);
+
+/* tracer/reads.c */
+/* At the begin of an iteration: which of the chunks that the plan fetches stay on the host, and which ones are read in
+ * each pass. goes_on: the iteration before followed the same plan. */
+void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on);
+/* At the begin of an op: starts to read what the plan fetches next, and is only in files. */
+void gmi_tracer_reads_op(gmi_manager_t *m, variant_t *v);
 
 /* tracer/trial.c */
 /* Makes the variant's plan again, with the times measured under it, and has the new one prove itself. */
