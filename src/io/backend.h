@@ -24,6 +24,7 @@ typedef struct gmi_part {
   int fd;
   uint32_t file;
   bool write, urgent;
+  bool buffered;  /* the file is not opened with O_DIRECT */
   uint32_t tries; /* in a row that moved nothing */
 } gmi_part_t;
 

@@ -280,7 +280,8 @@ bool gmi_engine_next(gmi_engine_t *engine, gmi_part_t *part_out) {
                             .fd = f->fd,
                             .file = file,
                             .write = r->write,
-                            .urgent = urgent };
+                            .urgent = urgent,
+                            .buffered = f->alignment_bytes == 1 };
   r->issued_bytes += bytes;
   r->parts++;
   e->parts++;

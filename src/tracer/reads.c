@@ -46,19 +46,23 @@ void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
   r->share = 0;
   if ((!m->file.store && !m->file.borrowed) || !v->reads_only || b->input.groups.group_count || !find_fetched(b))
     return;
-  uint32_t wanted = 0, movable = 0, slots = 0; /* slots: that wanted chunks have, or others that can leave theirs */
+  uint32_t wanted = 0, movable = 0, kept = 0;
+  uint32_t slots = 0; /* that wanted chunks have, or others that can leave theirs */
   for (uint32_t i = 0; i < b->input.chunk_count; i++) {
     const gmi_chunk_t *c = b->chunk_of[i];
-    const bool in_file = gmi_chunk_has(c, GMI_VALID_FILE);
+    const bool in_file = gmi_chunk_has(c, GMI_VALID_FILE), stays = gmi_chunk_is_resident(c) && !r->fetched[i];
     wanted += r->fetched[i];
     movable += r->fetched[i] && in_file;
-    slots += gmi_chunk_has_slot(c) && (r->fetched[i] || (in_file && gmi_chunk_is_resident(c)));
+    kept += stays;
+    slots += gmi_chunk_has_slot(c) && (r->fetched[i] || (in_file && stays));
   }
   const uint32_t others = m->host.slot_count - gmi_host_free(m) - slots, taken = others + most_ahead(m);
   const uint32_t room = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
   if (wanted <= room || !movable) return;
-  const uint32_t passing = wanted - room < movable ? wanted - room : movable;
-  r->share = UINT64_MAX / movable * passing;
+  /* Copies may be queued for all frames in which chunks come and go; those that pass have their slots until then. */
+  const uint32_t queued = m->frames.count > kept ? m->frames.count - kept : 0;
+  const double excess = wanted - room, share = movable > queued ? excess / (movable - queued) : 1;
+  r->share = share < 1 ? (uint64_t)(share * 0x1p64) : UINT64_MAX;
   /* What the plan keeps on the device is not wanted on the host. */
   for (uint32_t i = 0; i < b->input.chunk_count; i++)
     if (!r->fetched[i] && gmi_chunk_is_resident(b->chunk_of[i])) gmi_host_file_drop(m, b->chunk_of[i]);
