@@ -70,5 +70,5 @@ for file in "${files[@]}"; do paths+=("bindings/python/tests/test_$file.py"); do
 # uv installs sources alone: what is imported is compiled once, not in each process, and kept out of the sources.
 env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$PWD/build/pycache" PYTHONPATH="$PWD/bindings/python" \
   LIBGEMINI_DIR="$PWD/build/torch" OMP_NUM_THREADS=1 timeout 3600 "$venv/bin/python" \
-  bindings/python/tests/run_files.py --log "build/torch/$name" "${paths[@]}" -- -q --durations=5 \
+  bindings/python/tests/run_files.py --jobs 3 --log "build/torch/$name" "${paths[@]}" -- -q --durations=5 \
   -k 'not kill and not torchrun and not inductor and not processes and not second_copy' "$@"

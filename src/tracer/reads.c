@@ -19,6 +19,8 @@
 /* Reads ahead at a time: the disk always has several to do. In few of the slots, as each that is filled ahead of its
  * use holds nothing else meanwhile: one in so many. */
 enum { READS_AHEAD = 32, READS_SHARE = 8 };
+/* Slots that copies to the device hold meanwhile are found out, in passes from so many on. */
+enum { SETTLED_PASSES = 2 };
 
 static uint32_t most_ahead(const gmi_manager_t *m) {
   const uint32_t share = m->host.slot_count / READS_SHARE;
@@ -42,8 +44,12 @@ static bool find_fetched(gmi_plan_bundle_t *b) {
 void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
   gmi_plan_bundle_t *b = &v->bundle;
   gmi_reads_t *r = &b->reads;
-  if (!goes_on) r->at = r->read = r->left = r->waiting = 0;
+  if (!goes_on) r->at = r->read = r->left = r->waiting = r->passes = 0;
+  else if (!r->share && !r->missed) return; /* all was there in the pass before */
+  /* The first passes under a share still find the slots as others left them. */
+  if (r->lacked && r->share && r->passes++ >= SETTLED_PASSES) r->copied += most_ahead(m);
   r->share = 0;
+  r->missed = r->lacked = false;
   if ((!m->file.store && !m->file.borrowed) || !v->reads_only || b->input.groups.group_count || !find_fetched(b))
     return;
   uint32_t wanted = 0, movable = 0, kept = 0;
@@ -56,13 +62,13 @@ void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
     kept += stays;
     slots += gmi_chunk_has_slot(c) && (r->fetched[i] || (in_file && stays));
   }
-  const uint32_t others = m->host.slot_count - gmi_host_free(m) - slots, taken = others + most_ahead(m);
-  const uint32_t room = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
-  if (wanted <= room || !movable) return;
-  /* Copies may be queued for all frames in which chunks come and go; those that pass have their slots until then. */
+  /* Copies may be queued for all frames in which chunks come and go: at most so many have slots until they end. */
   const uint32_t queued = m->frames.count > kept ? m->frames.count - kept : 0;
-  const double excess = wanted - room, share = movable > queued ? excess / (movable - queued) : 1;
-  r->share = share < 1 ? (uint64_t)(share * 0x1p64) : UINT64_MAX;
+  if (r->copied > queued) r->copied = queued;
+  const uint32_t others = m->host.slot_count - gmi_host_free(m) - slots, taken = others + most_ahead(m) + r->copied;
+  if (wanted + others <= m->host.slot_count || !movable) return;
+  const uint32_t room = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
+  r->share = wanted - room < movable ? UINT64_MAX / movable * (wanted - room) : UINT64_MAX;
   /* What the plan keeps on the device is not wanted on the host. */
   for (uint32_t i = 0; i < b->input.chunk_count; i++)
     if (!r->fetched[i] && gmi_chunk_is_resident(b->chunk_of[i])) gmi_host_file_drop(m, b->chunk_of[i]);
@@ -80,11 +86,12 @@ static void leave_behind(gmi_manager_t *m, gmi_plan_bundle_t *b) {
 }
 
 /* Starts to read the chunk of a place, if it is only in a file. False: it cannot be read now. */
-static bool read_soon(gmi_manager_t *m, const variant_t *v, uint64_t place) {
+static bool read_soon(gmi_manager_t *m, variant_t *v, uint64_t place) {
   const gmi_plan_t *plan = &v->bundle.plan;
   const gmi_plan_move_t *move = &plan->fetches[place % plan->fetch_first[v->bundle.input.op_count]];
   gmi_chunk_t *c = v->bundle.chunk_of[move->chunk];
   if (move->piece != GMI_NO_PIECE || gmi_tracer_comes_later(m, c)) return true;
+  v->bundle.reads.missed |= !gmi_chunk_has(c, GMI_VALID_DEVICE | GMI_VALID_HOST | GMI_VALID_ZERO);
   return gmi_chunk_read_soon(m, c, GEMINI_REASON_PLAN);
 }
 
@@ -103,7 +110,10 @@ void gmi_tracer_reads_op(gmi_manager_t *m, variant_t *v) {
     if (!read_soon(m, v, next + k)) return;
   for (; r->share && r->waiting < most && r->read < r->at + total; r->read++) {
     if (!passes(r, plan->fetches[r->read % total].chunk)) continue;
-    if (!read_soon(m, v, r->read)) return;
+    if (!read_soon(m, v, r->read)) {
+      r->lacked |= r->waiting < most / 2;
+      return;
+    }
     r->waiting++;
   }
 }

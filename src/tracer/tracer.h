@@ -176,11 +176,16 @@ gemini_status_t gmi_trace_forecast(gmi_manager_t *m, const char *path, gemini_fo
 /* plan_input.c: translates a trace for the policy */
 /* What a plan's fetches have to read from files; see reads.c. Places are counted on from the first fetch of the plan. */
 typedef struct {
-  bool *fetched;  /* [chunk_count] whether the plan fetches a chunk; NULL: not found out yet */
-  uint64_t share; /* of 2^64: of the fetched chunks, those that are read in each pass; 0: the host has room for all */
-  uint64_t at, read,
-      left;         /* the next fetch, the end of what has been read ahead, the begin of what has left the host */
+  bool *fetched;    /* [chunk_count] whether the plan fetches a chunk; NULL: not found out yet */
+  uint64_t share;   /* of 2^64: of the fetched chunks, those that are read in each pass; 0: the host has room for all */
+  uint64_t at;      /* the next fetch */
+  uint64_t read;    /* the end of what has been read ahead */
+  uint64_t left;    /* the begin of what may still have a slot though it has been fetched */
   uint32_t waiting; /* reads ahead of fetches that have not come */
+  uint32_t copied;  /* slots for chunks that pass while they are copied to the device */
+  uint32_t passes;  /* in a row under this plan that lacked slots to read ahead */
+  bool missed;      /* a chunk of this pass was only in a file when its fetch came near */
+  bool lacked;      /* slots lacked for more than half of those that were to be read ahead */
 } gmi_reads_t;
 
 /* A plan and the input it was made from. Owns the arrays of input and plan. Invariants: made says that plan is

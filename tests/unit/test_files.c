@@ -977,23 +977,25 @@ static void test_a_plan_reads_ahead_and_keeps_what_it_can(void) {
   world_close(&w);
 }
 
-/* What the host has no room for is read all through a pass, not in one stretch of it, and is no more for that. */
-static void test_reads_are_spread_over_a_pass(void) {
-  enum { FRAMES = 8, SLOTS = 64, OPS = 96, PASSES = 8, QUARTERS = 4, LEAST = OPS - FRAMES - SLOTS };
-  static uint8_t bytes[OPS * WORLD_CHUNK];
+/* Passes over weights in a file, of which the host has room for so many chunks. reads: in the quarters of the last
+ * pass. Returns their sum. */
+enum { SPREAD_FRAMES = 8, SPREAD_OPS = 96, QUARTERS = 4 };
+static uint64_t reads_of_last_pass(uint32_t slots, uint64_t reads[QUARTERS]) {
+  enum { PASSES = 8 };
+  static uint8_t bytes[SPREAD_OPS * WORLD_CHUNK];
   world_write(bytes, 0, sizeof bytes, 3);
   int fd = memfd_create("weights", MFD_CLOEXEC);
   CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
-  world_t w = world_open(tiers_config(FRAMES, SLOTS, 0));
+  world_t w = world_open(tiers_config(SPREAD_FRAMES, slots, 0));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
   gemini_tensor_t t = world_tensor(&w, arena, "t", sizeof bytes);
   gemini_access_t all = world_whole(t, GEMINI_READ, 0);
   CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
-  uint64_t before = 0, reads[QUARTERS] = { 0 }, sum = 0;
+  uint64_t before = 0, sum = 0;
   for (int pass = 0; pass < PASSES; pass++) {
-    memset(reads, 0, sizeof reads);
+    memset(reads, 0, QUARTERS * sizeof *reads);
     CHECK_OK(gemini_iteration_begin(w.mgr));
-    for (uint64_t i = 0; i < OPS; i++) {
+    for (uint64_t i = 0; i < SPREAD_OPS; i++) {
       CHECK_OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
       gemini_access_t a = world_part(t, i * WORLD_CHUNK, WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_DEVICE);
       CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -1003,19 +1005,33 @@ static void test_reads_are_spread_over_a_pass(void) {
       const figures_t s = world_stats(&w);
       uint64_t so_far = 0;
       for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++) so_far += s.moved_chunks[LINK_F2H][reason];
-      reads[i * QUARTERS / OPS] += so_far - before;
+      reads[i * QUARTERS / SPREAD_OPS] += so_far - before;
       before = so_far;
     }
     CHECK_OK(gemini_iteration_end(w.mgr));
   }
   for (int i = 0; i < QUARTERS; i++) sum += reads[i];
-  fprintf(stderr, "    %" PRIu64 " reads, at least %d, by quarters %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n",
-          sum, LEAST, reads[0], reads[1], reads[2], reads[3]);
-  /* Besides what has no room: what is on the device only in passing, and slots for what is read ahead. */
-  CHECK(sum >= LEAST && sum <= LEAST + FRAMES + SLOTS / 8);
-  for (int i = 0; i < QUARTERS; i++) CHECK(2 * QUARTERS * reads[i] >= sum && QUARTERS * reads[i] <= 2 * sum);
+  fprintf(stderr,
+          "    %" PRIu32 " slots: %" PRIu64 " reads, by quarters %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n",
+          slots, sum, reads[0], reads[1], reads[2], reads[3]);
   close(fd);
   world_close(&w);
+  return sum;
+}
+/* What the host has no room for is read all through a pass, not in one stretch of it, and is no more for that. */
+static void test_reads_are_spread_over_a_pass(void) {
+  enum { SLOTS = 64, LEAST = SPREAD_OPS - SPREAD_FRAMES - SLOTS };
+  uint64_t reads[QUARTERS];
+  const uint64_t sum = reads_of_last_pass(SLOTS, reads);
+  /* Besides what has no room: what is on the device only in passing, and slots for what is read ahead. */
+  CHECK(sum >= LEAST && sum <= LEAST + SPREAD_FRAMES + SLOTS / 8);
+  for (int i = 0; i < QUARTERS; i++) CHECK(2 * QUARTERS * reads[i] >= sum && QUARTERS * reads[i] <= 2 * sum);
+}
+/* Where there is room for all, nothing is read ahead in its place; where there is next to none, all is read. */
+static void test_reads_of_hosts_with_all_and_with_little_room(void) {
+  uint64_t reads[QUARTERS];
+  CHECK_EQ(reads_of_last_pass(SPREAD_OPS, reads), 0);
+  CHECK(reads_of_last_pass(2, reads) <= SPREAD_OPS);
 }
 
 int main(void) {
@@ -1026,6 +1042,7 @@ int main(void) {
     RUN_TIMED(test_updates_in_three_tiers_are_those_of_plain_arrays);
     RUN_TIMED(test_a_plan_reads_ahead_and_keeps_what_it_can);
     RUN_TIMED(test_reads_are_spread_over_a_pass);
+    RUN_TIMED(test_reads_of_hosts_with_all_and_with_little_room);
     RUN_TIMED(test_short_and_interrupted_transfers_go_on);
     RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
     RUN_TIMED(test_a_move_tells_of_each_chunk_that_did_not_come);
