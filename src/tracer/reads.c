@@ -2,12 +2,12 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Where the host has no room for all that the plan fetches, some chunks stay there and the others pass through: each
- * pass reads them again. Which ones is free to choose, as all are wanted once in a pass; to give up the slot whose next
- * use is the latest would do, but leaves those of one stretch of the pass, which then waits for the disk, while the disk
- * rests during the others. So those that pass are spread over it: chunk i is one of them if the fraction of i times the
- * golden ratio is below their share. These fractions are spread evenly at every share (three-distance theorem; Knuth,
- * The Art of Computer Programming 3, 6.4), and a share that grows keeps those of before, so that plans of several kinds
- * of passes differ in few of them.
+ * pass reads them again. Which ones is free to choose, as all are wanted once in a pass. To give up the slot whose next
+ * use is the latest would do, but leaves those of one stretch of the pass, which then waits for the disk, while the
+ * disk rests during the others. So those that pass are spread over it: chunk i is one of them if the fraction of i
+ * times the golden ratio is below their share. These fractions are spread evenly at every share (three-distance
+ * theorem; Knuth, The Art of Computer Programming 3, 6.4), and a share that grows keeps those of before, so that plans
+ * of several kinds of passes differ in few of them.
  *
  * Places in the sequence of fetches are counted on over passes: place p is fetch p % total. */
 #include <stdlib.h>
@@ -48,6 +48,7 @@ void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
   else if (!r->share && !r->missed) return; /* all was there in the pass before */
   /* The first passes under a share still find the slots as others left them. */
   if (r->lacked && r->share && r->passes++ >= SETTLED_PASSES) r->copied += most_ahead(m);
+  const uint64_t share = r->share;
   r->share = 0;
   r->missed = r->lacked = false;
   if ((!m->file.store && !m->file.borrowed) || !v->reads_only || b->input.groups.group_count || !find_fetched(b))
@@ -69,6 +70,7 @@ void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
   if (wanted + others <= m->host.slot_count || !movable) return;
   const uint32_t room = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
   r->share = wanted - room < movable ? UINT64_MAX / movable * (wanted - room) : UINT64_MAX;
+  if (r->share != share) r->read = r->at, r->waiting = 0; /* others pass now: looks at those ahead again */
   /* What the plan keeps on the device is not wanted on the host. */
   for (uint32_t i = 0; i < b->input.chunk_count; i++)
     if (!r->fetched[i] && gmi_chunk_is_resident(b->chunk_of[i])) gmi_host_file_drop(m, b->chunk_of[i]);
@@ -101,8 +103,11 @@ void gmi_tracer_reads_op(gmi_manager_t *m, variant_t *v) {
   const uint32_t total = plan->fetch_first[v->bundle.input.op_count], most = most_ahead(m);
   if ((!m->file.store && !m->file.borrowed) || !total) return;
   const uint32_t next = m->trace.tracer->now.due.next[1] % total;
-  for (const uint64_t to = r->at + (next + total - r->at % total) % total; r->at < to; r->at++)
-    r->waiting -= r->at < r->read && passes(r, plan->fetches[r->at % total].chunk);
+  for (const uint64_t to = r->at + (next + total - r->at % total) % total; r->at < to; r->at++) {
+    if (r->at >= r->read || !passes(r, plan->fetches[r->at % total].chunk)) continue;
+    GMI_ASSERT(r->waiting > 0);
+    r->waiting--;
+  }
   if (r->read < r->at) r->read = r->at;
   leave_behind(m, &v->bundle);
   /* Whatever comes next, then those that pass. */

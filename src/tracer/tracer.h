@@ -174,10 +174,10 @@ gemini_status_t gmi_trace_forecast(gmi_manager_t *m, const char *path, gemini_fo
                                    char **text_out);
 
 /* plan_input.c: translates a trace for the policy */
-/* What a plan's fetches have to read from files; see reads.c. Places are counted on from the first fetch of the plan. */
+/* What a plan's fetches have to read from files; see reads.c. Places are counted on from the plan's first fetch. */
 typedef struct {
   bool *fetched;    /* [chunk_count] whether the plan fetches a chunk; NULL: not found out yet */
-  uint64_t share;   /* of 2^64: of the fetched chunks, those that are read in each pass; 0: the host has room for all */
+  uint64_t share;   /* of 2^64: fetched chunks that are read in each pass; 0: there is room for all */
   uint64_t at;      /* the next fetch */
   uint64_t read;    /* the end of what has been read ahead */
   uint64_t left;    /* the begin of what may still have a slot though it has been fetched */
