@@ -2,13 +2,14 @@
 # Inference with models that do not fit on the GPU, by bench/peers/generate_torch.py, beside the same all on the GPU and
 # beside Accelerate's offloading; on a GPU with 128 GiB of host memory. SPDX-License-Identifier: Apache-2.0
 #   bench/inference_gpu.sh [--try] [GROUP...]
-# GROUP, all but huge when left out, about half an hour:
+# GROUP, all but huge and huge-30 when left out, about half an hour:
 #   memory   7B with 8, 4 and 2 GiB of the GPU's memory: seconds a token beside the bound of the link
 #   start    7B from a folder of safetensors: time to the first token beside the time to read the folder
 #   files    13B from a folder, with 8 GiB of the GPU and 8 GiB of the host: what the disk brings for each token
 #   experts  mixtures of the shapes of Mixtral, with 30 % of their experts on the GPU, by each policy of the cache
 #   cache    7B with 4 texts of 8192 tokens, whose keys and values are 16 GiB: gm.Cache beside transformers' caches
 #   huge     70B from a folder, with 24 GiB of the GPU and 100 GiB of the host; needs 140 GB of disk
+#   huge-30  30 of its 80 blocks, and as many parts of the memory; needs 53 GB of disk
 # --try: tiny models on the simulated device, to try the script without a GPU; their figures mean nothing.
 # GEMINI_INFERENCE_OUT: folder for logs and for the weights' folders, which stay there; build/inference when not set.
 # GEMINI_INFERENCE_LIMIT: seconds for each row, 400 when not set.
@@ -20,7 +21,7 @@ groups=() try=0
 while (($#)); do
   case $1 in
     --try) try=1 ;;
-    memory | start | files | experts | cache | huge) groups+=("$1") ;;
+    memory | start | files | experts | cache | huge | huge-30) groups+=("$1") ;;
     *) echo "inference_gpu.sh: $1: want --try, or a group (see the first lines of this file)" >&2; exit 2 ;;
   esac
   shift
@@ -64,6 +65,8 @@ for group in "${groups[@]}"; do
         --cache offloaded,gemini or "${tiny[@]}" --prompt 200 --cache gemini ;;
     huge) row huge --size 70b --device-mem 24GiB --host-mem 100GiB --tokens 8 --folder "$out/weights-70b" \
       --system gemini or "${tiny[@]}" --folder "$out/tiny" ;;
+    huge-30) row huge-30 --size 70b-30 --device-mem 9GiB --host-mem 37.5GiB --tokens 12 --folder "$out/weights-70b-30" \
+      --system gemini or "${tiny[@]}" --host-mem 256KiB --folder "$out/tiny" ;;
   esac
 done
 
