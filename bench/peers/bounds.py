@@ -32,15 +32,17 @@ def rates(torch, cuda):
         cuda: Whether copies are those of a GPU; without one the bound knows no copies.
 
     Returns:
-        update: parameters a second of the fused AdamW by all cores together, each thread with arrays of its own. On a
-        GPU, up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU; memory: bytes a
-        second of the host's memory, the most of updates alone, of copies both ways alone, and of all of them at once:
-        what was reached, which another mixture may exceed.
+        update: parameters a second of the fused AdamW by all cores together, each thread with arrays of its own.
+        memory: bytes a second of the host's memory, the most of updates, of all cores reading, which should be more
+        than any step reaches, as it writes, too, and on a GPU of copies both ways, alone and beside updates. On a GPU,
+        up and down: bytes a second of copies of 64 MiB between page-locked memory and the GPU.
     """
     from libgemini import abi
 
     adamw_host = abi.update_library().cdll.gemini_adamw_host
     adamw_host.argtypes = (ctypes.c_void_p, ctypes.c_uint64) + (ctypes.c_void_p,) * 6
+    compare = ctypes.CDLL(None).memcmp
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     threads = len(os.sched_getaffinity(0))
     elements = 1 << (24 if cuda else 20)
     rule = abi.Adamw(
@@ -65,6 +67,14 @@ def rates(torch, cuda):
             assert status == 0, status
 
         found = {"update": threads * elements / _seconds(lambda: list(pool.map(update, arrays)))}
+
+        def read(own):
+            """Reads both moments, which equal gradients of zero leave equal, to their ends."""
+            moments = own[3:]
+            assert compare(*(array.data_ptr() for array in moments), moments[0].nbytes) == 0
+
+        reads = threads * 2 * arrays[0][3].nbytes / _seconds(lambda: list(pool.map(read, arrays)))
+        found["memory"] = max(UPDATE_BYTES * found["update"], reads)
         if not cuda:
             return found
         streams = {name: torch.cuda.Stream() for name in ("up", "down")}
@@ -100,7 +110,7 @@ def rates(torch, cuda):
         last, ended = time.perf_counter(), max(one.result() for one in running)
         copies *= (ended - begin) / (last - begin)  # those beside updates
         together = (UPDATE_BYTES * passes * len(running) * elements + copies) / (ended - begin)
-    return found | {"memory": max(UPDATE_BYTES * found["update"], both, together)}
+    return found | {"memory": max(found["memory"], both, together)}
 
 
 def bound(rates, gpu, params, device_bytes, accumulate, clipped):
