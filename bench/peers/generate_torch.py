@@ -24,8 +24,8 @@ dropped before. start_seconds is the time from there to the first token, reading
 the files with eight threads and nothing else, times_reading the former in terms of the latter. What fits neither on the
 device nor into --host-mem has to be read for each token, at the rate of that reading: files_seconds, and bound_seconds
 is the larger of the two. The system keeps in its own memory what it has read, so that these reads are no reads of the
-disk on a machine that has memory to spare; with --uncached it is made to forget it all the time. The folder stays when
-the program ends.
+disk on a machine that has memory to spare; with --uncached it is made to forget it all the time from the second text
+on. The folder stays when the program ends.
 
 --cache chooses where keys and values are kept; each of several runs in a process of its own. "dynamic" and "static" are
 torch's memory; "gemini" is gm.Cache, which the system gemini alone has; "offloaded" is transformers' own, which keeps
@@ -267,13 +267,13 @@ def main():
     ).to(device)
     texts = []
     torch.manual_seed(3)
-    if options.uncached and folder:
-        threading.Thread(target=keep_uncached, args=(folder,), daemon=True).start()
     for text in range(2):
         if gm and text:
             gm.stats_reset()
             if options.timeline:
                 gm.session().lib.timeline_start(gm.session().handle, options.timeline.encode())
+        if options.uncached and folder and text:
+            threading.Thread(target=keep_uncached, args=(folder,), daemon=True).start()
         times.clear()
         departed.clear()
         text_begin = time.perf_counter()
