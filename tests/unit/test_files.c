@@ -2,6 +2,8 @@
  * can have, by both engines. SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "tiers_world.h"
 
@@ -926,6 +928,35 @@ static void test_a_borrowed_file_that_cannot_be_looked_at_is_no_changed_one(void
   world_close(&w);
 }
 
+/* A load has the system read all that it comes to, and nothing else. */
+static _Atomic uint64_t asked_begin, asked_bytes;
+int posix_fadvise(int fd, off_t offset, off_t size, int advice) { /* in place of the C library's */
+  if (advice == POSIX_FADV_WILLNEED) {
+    if (!atomic_load(&asked_bytes)) atomic_store(&asked_begin, (uint64_t)offset);
+    atomic_fetch_add(&asked_bytes, (uint64_t)size);
+  }
+  return syscall(SYS_fadvise64, fd, offset, size, advice) ? errno : 0;
+}
+static void test_a_load_asks_for_what_it_reads(void) {
+  enum { BYTES = 3 * WORLD_CHUNK + 512, AT = 1024 };
+  static uint8_t bytes[AT + BYTES + WORLD_CHUNK];
+  world_write(bytes + AT, 0, BYTES, 3);
+  int fd = memfd_create("weights", MFD_CLOEXEC);
+  CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
+  world_t w = world_open(tiers_config(2, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", BYTES);
+  gemini_access_t all = world_whole(t, GEMINI_WRITE, 0);
+  atomic_store(&asked_bytes, 0);
+  CHECK_OK(gemini_load(w.mgr, &all, fd, AT));
+  CHECK_EQ(atomic_load(&asked_begin), AT);
+  CHECK_EQ(atomic_load(&asked_bytes), BYTES);
+  CHECK(world_holds(&w, t, 0, BYTES, 3));
+  CHECK_EQ(lseek(fd, 0, SEEK_CUR), sizeof bytes);
+  close(fd);
+  world_close(&w);
+}
+
 /* Passes that read more weights than the device and the host have room for. Each pass reads what neither could keep and
  * a few more, where keeping the newest would read all; and the next chunks are read while operators run. */
 static atomic_int reads_now, reads_most;
@@ -1051,6 +1082,7 @@ int main(void) {
   for (engine = GEMINI_FILE_ENGINE_THREADS; engine; engine = engine == GEMINI_FILE_ENGINE_THREADS && uring ? 1 : 0) {
     fprintf(stderr, "  engine: %s\n", engine == GEMINI_FILE_ENGINE_THREADS ? "threads" : "io_uring");
     RUN_TIMED(test_updates_in_three_tiers_are_those_of_plain_arrays);
+    RUN_TIMED(test_a_load_asks_for_what_it_reads);
     RUN_TIMED(test_a_plan_reads_ahead_and_keeps_what_it_can);
     RUN_TIMED(test_reads_are_spread_over_a_pass);
     RUN_TIMED(test_reads_of_hosts_with_all_and_with_little_room);

@@ -19,6 +19,7 @@ from again import again
 from libgemini import abi
 from libgemini.torch import checkpoint, tensorfile
 from libgemini.torch.arenas import Place
+from libgemini.torch.progress import Progress
 from libgemini.torch.tensors import ManagedParameter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -592,6 +593,27 @@ def test_damage_is_an_error_and_changes_nothing(whole, damage):
     same(values(model), before)
     for number, state in optimizer.state_dict()["state"].items():
         same(state, states[number])
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_system_is_asked_for_what_is_read_next(tmp_path, monkeypatch, asks):
+    values = {name: torch.randn(256) for name in "abcde"}
+    pytest.importorskip("safetensors.torch").save_file(values, tmp_path / "one")
+    entries = tensorfile.read_header(tmp_path / "one")
+    events, read, found = [], tensorfile.read, {name: torch.zeros(256) for name in values}
+    names = {entry.offset: entry.name for entry in entries.values()}
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: events.append(f"ask {names[at]} {size}"))
+    monkeypatch.setattr(
+        tensorfile, "read", lambda entry, *more: (events.append(f"read {entry.name}"), read(entry, *more))
+    )
+    monkeypatch.setattr(checkpoint, "AHEAD_BYTES", 2 * 1024)
+    jobs = [(entry, lambda name=name: found[name], lambda: None) for name, entry in sorted(entries.items())]
+    with Progress("reading", 5 * 1024, False) as bar:
+        checkpoint._read_all(jobs, bar, False, asks)
+    assert all(torch.equal(found[name], values[name]) for name in values)
+    reads = [f"read {name}" for name in "abcde"]
+    wanted = "ask a,ask b,read a,ask c,read b,ask d,read c,ask e,read d,read e".split(",") if asks else reads
+    assert events == [f"{event} 1024" if event.startswith("ask") else event for event in wanted]
 
 
 def test_shard_that_is_missing_is_named(tmp_path):

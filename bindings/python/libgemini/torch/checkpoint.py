@@ -42,6 +42,7 @@ from .states import copies
 
 logger = logging.getLogger("libgemini")
 VERSION = 1
+AHEAD_BYTES = 64 << 20  # that the system is asked to read before they are waited for
 MARK, TRAINING, SAVING = "libgemini.json", "training.pt", ".saving"
 OURS = re.compile(
     r"(model|optimizer)(-part-\d{5}-of-\d{5})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|training\.pt|libgemini\.json"
@@ -570,19 +571,38 @@ def _compute_buffers(session, model, buffers):
             raise GeminiError(f"transformers did not compute the buffer {name}: {REAL_BUFFERS}")
 
 
-def _read_all(jobs, progress, borrows):
+def _opened(entry, fds):
+    """The descriptor of an entry's file, from fds, by file."""
+    if entry.file not in fds:
+        fds[entry.file] = os.open(entry.file, os.O_RDONLY)
+    return fds[entry.file]
+
+
+def _ask_for(entry, fds):
+    """Has the system start to read an entry, so that the disk has more to do than what is waited for."""
+    with contextlib.suppress(OSError):  # a file system without such advice
+        os.posix_fadvise(_opened(entry, fds), entry.offset, entry.size_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def _read_all(jobs, progress, borrows, asks):
     """Reads entries into their targets, in the given order; where these borrow bytes of files, in that of the files.
 
     jobs: (entry, function that makes the target, function to call when it is filled).
     borrows: See tensorfile.read().
+    asks: Whether the system is asked to read what comes next, as all of it is read here.
     """
-    fds = {}
+    if borrows:
+        jobs = sorted(jobs, key=lambda job: (job[0].file, job[0].offset))
+    fds, asked, ahead = {}, 0, 0
     try:
-        for entry, target, then in sorted(jobs, key=lambda job: (job[0].file, job[0].offset)) if borrows else jobs:
-            if entry.file not in fds:
-                fds[entry.file] = os.open(entry.file, os.O_RDONLY)
-            tensorfile.read(entry, fds[entry.file], target(), borrows)
+        for entry, target, then in jobs:
+            while asks and asked < len(jobs) and ahead < AHEAD_BYTES:
+                _ask_for(jobs[asked][0], fds)
+                ahead += jobs[asked][0].size_bytes
+                asked += 1
+            tensorfile.read(entry, _opened(entry, fds), target(), borrows)
             then()
+            ahead -= entry.size_bytes
             progress.add(entry.size_bytes)
     finally:
         for fd in fds.values():
@@ -686,7 +706,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
             jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
         total = sum(entry.size_bytes for entry in wanted)
         with together(session, mesh), Progress(f"loading {folder.path}", total, progress) as bar:
-            _read_all(jobs, bar, borrows)
+            _read_all(jobs, bar, borrows, asks=not borrows and not session.ranks)
         _compute_buffers(session, model, buffers)
         if optimizer is None:
             for _, _, value in plan:
