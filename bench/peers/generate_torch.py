@@ -101,7 +101,7 @@ arguments.add_argument("--folder", default=None, help="of the weights, written i
 arguments.add_argument("--uncached", action="store_true", help="the folder's bytes come from the disk each time")
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
-arguments.add_argument("--allocator", default="pool", choices=["pool", "torch"], help="of gemini")
+arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
 arguments.add_argument("--policy", default="lru", help="of gemini, of " + ", ".join(POLICIES) + "; several with commas")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the second text, to this file")
