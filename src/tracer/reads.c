@@ -51,8 +51,9 @@ void gmi_tracer_reads_begin(gmi_manager_t *m, variant_t *v, bool goes_on) {
   const uint64_t share = r->share;
   r->share = 0;
   r->missed = r->lacked = false;
-  if ((!m->file.store && !m->file.borrowed) || !v->reads_only || b->input.groups.group_count || !find_fetched(b))
-    return;
+  /* With a store, what else is on the host may be written there as slots are reclaimed, which makes more room than a
+   * share would be reckoned from: evaluations beside training find the states gone. */
+  if (!m->file.borrowed || m->file.store || !v->reads_only || b->input.groups.group_count || !find_fetched(b)) return;
   uint32_t wanted = 0, movable = 0, kept = 0;
   uint32_t slots = 0; /* that wanted chunks have, or others that can leave theirs */
   for (uint32_t i = 0; i < b->input.chunk_count; i++) {
