@@ -1009,9 +1009,10 @@ static void test_a_plan_reads_ahead_and_keeps_what_it_can(void) {
 }
 
 /* Passes over weights in a file, of which the host has room for so many chunks; others: of these slots, those that are
- * taken by something else behind half of the passes. reads: in the quarters of the last pass. Returns their sum. */
+ * taken by something else behind half of the passes; states: chunks of states that were written on the host, with as
+ * many blocks of a store. reads: in the quarters of the last pass. Returns their sum. */
 enum { SPREAD_FRAMES = 8, SPREAD_OPS = 96, QUARTERS = 4 };
-static uint64_t reads_of_last_pass(uint32_t slots, uint32_t others, uint64_t reads[QUARTERS]) {
+static uint64_t reads_of_last_pass(uint32_t slots, uint32_t others, uint32_t states, uint64_t reads[QUARTERS]) {
   enum { PASSES = 16 };
   void *taken = NULL;
   static uint8_t bytes[SPREAD_OPS * WORLD_CHUNK];
@@ -1019,11 +1020,19 @@ static uint64_t reads_of_last_pass(uint32_t slots, uint32_t others, uint64_t rea
   int fd = memfd_create("weights", MFD_CLOEXEC);
   CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
   fault_sys.pread = counted_pread;
-  world_t w = world_open(tiers_config(SPREAD_FRAMES, slots, 0));
+  world_t w = world_open(tiers_config(SPREAD_FRAMES, slots, states));
   gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
   gemini_tensor_t t = world_tensor(&w, arena, "t", sizeof bytes);
   gemini_access_t all = world_whole(t, GEMINI_READ, 0);
   CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
+  if (states) {
+    gemini_arena_t other = world_arena(&w, GEMINI_KIND_MASTER, 1, "states", 0, 0);
+    gemini_tensor_t kept = world_tensor(&w, other, "kept", states * WORLD_CHUNK);
+    gemini_access_t written = world_whole(kept, GEMINI_WRITE, GEMINI_TIER_HOST);
+    CHECK_OK(gemini_acquire(w.mgr, &written, 1, GEMINI_STREAM_CALLER));
+    memset(written.ptr, 7, states * WORLD_CHUNK);
+    CHECK_OK(gemini_release(w.mgr, &written, 1, GEMINI_STREAM_CALLER));
+  }
   uint64_t before = 0, sum = 0;
   for (int pass = 0; pass < PASSES; pass++) {
     memset(reads, 0, QUARTERS * sizeof *reads);
@@ -1063,7 +1072,8 @@ static void test_reads_are_spread_over_a_pass(void) {
   enum { SLOTS = 64 };
   uint64_t reads[QUARTERS];
   for (uint32_t others = 0; others <= 16; others += 16) {
-    const uint64_t sum = reads_of_last_pass(SLOTS, others, reads), least = SPREAD_OPS - SPREAD_FRAMES - SLOTS + others;
+    const uint64_t sum = reads_of_last_pass(SLOTS, others, 0, reads),
+                   least = SPREAD_OPS - SPREAD_FRAMES - SLOTS + others;
     /* Besides what has no room: what is on the device only in passing, and slots for what is read ahead. */
     CHECK(sum >= least && sum <= least + 2 * SPREAD_FRAMES + SLOTS / 8);
     for (int i = 0; i < QUARTERS; i++) CHECK(2 * QUARTERS * reads[i] >= sum && QUARTERS * reads[i] <= 2 * sum);
@@ -1072,8 +1082,14 @@ static void test_reads_are_spread_over_a_pass(void) {
 /* Where there is room for all, nothing is read ahead in its place; where there is next to none, all is read. */
 static void test_reads_of_hosts_with_all_and_with_little_room(void) {
   uint64_t reads[QUARTERS];
-  CHECK_EQ(reads_of_last_pass(SPREAD_OPS, 0, reads), 0);
-  CHECK(reads_of_last_pass(2, 0, reads) <= SPREAD_OPS);
+  CHECK_EQ(reads_of_last_pass(SPREAD_OPS, 0, 0, reads), 0);
+  CHECK(reads_of_last_pass(2, 0, 0, reads) <= SPREAD_OPS);
+}
+/* States that may go to files: slots are not kept free for reads ahead, as what has room is not known. */
+static void test_reads_beside_states_that_may_go_to_files(void) {
+  enum { STATES = 32 };
+  uint64_t reads[QUARTERS];
+  CHECK(reads_of_last_pass(SPREAD_OPS, 0, STATES, reads) <= STATES); /* and the device has room for some */
 }
 
 int main(void) {
@@ -1086,6 +1102,7 @@ int main(void) {
     RUN_TIMED(test_a_plan_reads_ahead_and_keeps_what_it_can);
     RUN_TIMED(test_reads_are_spread_over_a_pass);
     RUN_TIMED(test_reads_of_hosts_with_all_and_with_little_room);
+    RUN_TIMED(test_reads_beside_states_that_may_go_to_files);
     RUN_TIMED(test_short_and_interrupted_transfers_go_on);
     RUN_TIMED(test_an_acquire_whose_read_fails_says_so_and_loses_nothing);
     RUN_TIMED(test_a_move_tells_of_each_chunk_that_did_not_come);
