@@ -82,9 +82,10 @@ static void leave_behind(gmi_manager_t *m, gmi_plan_bundle_t *b) {
   const uint32_t total = b->plan.fetch_first[b->input.op_count];
   for (gmi_reads_t *r = &b->reads; r->left < r->at; r->left++) {
     const uint32_t i = b->plan.fetches[r->left % total].chunk;
+    if (!passes(r, i)) continue;
     gmi_chunk_t *c = b->chunk_of[i];
     const bool wanted = !gmi_chunk_is_resident(c) && gmi_tracer_next_use(m, c) >> 32 <= m->trace.tracer->iteration;
-    if (passes(r, i) && !wanted && !gmi_host_file_drop(m, c)) return;
+    if (!wanted && !gmi_host_file_drop(m, c)) return;
   }
 }
 

@@ -183,7 +183,7 @@ typedef struct {
   uint64_t left;    /* the begin of what may still have a slot though it has been fetched */
   uint32_t waiting; /* reads ahead of fetches that have not come */
   uint32_t copied;  /* slots for chunks that pass while they are copied to the device */
-  uint32_t passes;  /* in a row under this plan that lacked slots to read ahead */
+  uint32_t passes;  /* that lacked slots to read ahead, since this plan was entered */
   bool missed;      /* a chunk of this pass was only in a file when its fetch came near */
   bool lacked;      /* slots lacked for more than half of those that were to be read ahead */
 } gmi_reads_t;

@@ -969,101 +969,104 @@ static ssize_t counted_pread(int fd, void *bytes, size_t size, off_t offset) {
   atomic_fetch_sub(&reads_now, 1);
   return n;
 }
+static uint64_t file_reads(world_t *w) {
+  const figures_t s = world_stats(w);
+  uint64_t sum = 0;
+  for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++) sum += s.moved_chunks[LINK_F2H][reason];
+  return sum;
+}
+/* A world with weights that lie in a file. */
+typedef struct {
+  world_t w;
+  gemini_tensor_t t;
+  int fd;
+} weights_t;
+static weights_t weights_open(gemini_config_t config, uint64_t size) {
+  weights_t n = { .fd = memfd_create("weights", MFD_CLOEXEC) };
+  uint8_t *bytes = malloc(size);
+  CHECK(bytes != NULL);
+  world_write(bytes, 0, size, 3);
+  CHECK_EQ(write(n.fd, bytes, size), size);
+  free(bytes);
+  fault_sys.pread = counted_pread;
+  n.w = world_open(config);
+  gemini_arena_t arena = world_arena(&n.w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  n.t = world_tensor(&n.w, arena, "t", size);
+  gemini_access_t all = world_whole(n.t, GEMINI_READ, 0);
+  CHECK_OK(gemini_borrow(n.w.mgr, &all, n.fd, 0));
+  return n;
+}
+static void weights_close(weights_t *n) {
+  close(n->fd);
+  world_close(&n->w); /* no read is under way any more */
+  fault_sys.pread = fault_pread;
+}
+/* A pass that reads all weights in so many ops of size bytes. reads: of files, by quarters of the pass. */
+enum { QUARTERS = 4 };
+static void weights_pass(weights_t *n, uint64_t ops, uint64_t size, uint64_t reads[QUARTERS]) {
+  memset(reads, 0, QUARTERS * sizeof *reads);
+  uint64_t before = file_reads(&n->w);
+  CHECK_OK(gemini_iteration_begin(n->w.mgr));
+  for (uint64_t i = 0; i < ops; i++) {
+    CHECK_OK(gemini_op_begin(n->w.mgr, "op", GEMINI_STREAM_CALLER));
+    gemini_access_t a = world_part(n->t, i * size, size, GEMINI_READ, GEMINI_TIER_DEVICE);
+    CHECK_OK(gemini_acquire(n->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(world_reads(a.ptr, i * size, size, 3));
+    CHECK_OK(gemini_release(n->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_op_end(n->w.mgr));
+    const uint64_t so_far = file_reads(&n->w);
+    reads[i * QUARTERS / ops] += so_far - before;
+    before = so_far;
+  }
+  CHECK_OK(gemini_iteration_end(n->w.mgr));
+}
+
 static void test_a_plan_reads_ahead_and_keeps_what_it_can(void) {
   enum { FRAMES = 10, SLOTS = 24, OPS = 28, SIZE = 2 * WORLD_CHUNK, PASSES = 6, LEAST = 2 * OPS - FRAMES - SLOTS };
-  static uint8_t bytes[OPS * SIZE];
-  world_write(bytes, 0, sizeof bytes, 3);
-  int fd = memfd_create("weights", MFD_CLOEXEC);
-  CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
-  fault_sys.pread = counted_pread;
-  world_t w = world_open(tiers_config(FRAMES, SLOTS, 0));
-  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
-  gemini_tensor_t t = world_tensor(&w, arena, "t", sizeof bytes);
-  gemini_access_t all = world_whole(t, GEMINI_READ, 0);
-  CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
-  uint64_t before = 0, reads = 0;
+  weights_t n = weights_open(tiers_config(FRAMES, SLOTS, 0), OPS * SIZE);
+  uint64_t quarters[QUARTERS], reads = 0;
   for (int pass = 0; pass < PASSES; pass++) {
     if (pass == PASSES - 1) atomic_store(&reads_most, 0);
-    CHECK_OK(gemini_iteration_begin(w.mgr));
-    for (uint64_t i = 0; i < OPS; i++) {
-      CHECK_OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
-      gemini_access_t a = world_part(t, i * SIZE, SIZE, GEMINI_READ, GEMINI_TIER_DEVICE);
-      CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-      CHECK(world_reads(a.ptr, i * SIZE, SIZE, 3));
-      CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-      CHECK_OK(gemini_op_end(w.mgr));
-    }
-    CHECK_OK(gemini_iteration_end(w.mgr));
-    const figures_t s = world_stats(&w);
-    uint64_t so_far = 0;
-    for (int i = 0; i < GEMINI_REASON_COUNT; i++) so_far += s.moved_chunks[LINK_F2H][i];
-    reads = so_far - before;
-    before = so_far;
+    const uint64_t before = file_reads(&n.w);
+    weights_pass(&n, OPS, SIZE, quarters);
+    reads = file_reads(&n.w) - before;
   }
   fprintf(stderr, "    %" PRIu64 " reads, at least %d, %d at a time\n", reads, LEAST, atomic_load(&reads_most));
   CHECK(reads >= LEAST && reads <= LEAST + FRAMES); /* those of the frames in which chunks come and go are kept twice */
   if (engine == GEMINI_FILE_ENGINE_THREADS) CHECK(atomic_load(&reads_most) >= 2);
-  close(fd);
-  world_close(&w); /* no read is under way any more */
-  fault_sys.pread = fault_pread;
+  weights_close(&n);
 }
 
-/* Passes over weights in a file, of which the host has room for so many chunks; others: of these slots, those that are
- * taken by something else behind half of the passes; states: chunks of states that were written on the host, with as
- * many blocks of a store. reads: in the quarters of the last pass. Returns their sum. */
-enum { SPREAD_FRAMES = 8, SPREAD_OPS = 96, QUARTERS = 4 };
+/* Passes over weights of which the host has room for so many chunks; others: of these slots, those that are taken by
+ * something else behind half of the passes; states: chunks of states that were written on the host, with as many blocks
+ * of a store. reads: in the quarters of the last pass. Returns their sum. */
+enum { SPREAD_FRAMES = 8, SPREAD_OPS = 96 };
 static uint64_t reads_of_last_pass(uint32_t slots, uint32_t others, uint32_t states, uint64_t reads[QUARTERS]) {
   enum { PASSES = 16 };
   void *taken = NULL;
-  static uint8_t bytes[SPREAD_OPS * WORLD_CHUNK];
-  world_write(bytes, 0, sizeof bytes, 3);
-  int fd = memfd_create("weights", MFD_CLOEXEC);
-  CHECK_EQ(write(fd, bytes, sizeof bytes), sizeof bytes);
-  fault_sys.pread = counted_pread;
-  world_t w = world_open(tiers_config(SPREAD_FRAMES, slots, states));
-  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
-  gemini_tensor_t t = world_tensor(&w, arena, "t", sizeof bytes);
-  gemini_access_t all = world_whole(t, GEMINI_READ, 0);
-  CHECK_OK(gemini_borrow(w.mgr, &all, fd, 0));
+  weights_t n = weights_open(tiers_config(SPREAD_FRAMES, slots, states), SPREAD_OPS * WORLD_CHUNK);
   if (states) {
-    gemini_arena_t other = world_arena(&w, GEMINI_KIND_MASTER, 1, "states", 0, 0);
-    gemini_tensor_t kept = world_tensor(&w, other, "kept", states * WORLD_CHUNK);
+    gemini_arena_t other = world_arena(&n.w, GEMINI_KIND_MASTER, 1, "states", 0, 0);
+    gemini_tensor_t kept = world_tensor(&n.w, other, "kept", states * WORLD_CHUNK);
     gemini_access_t written = world_whole(kept, GEMINI_WRITE, GEMINI_TIER_HOST);
-    CHECK_OK(gemini_acquire(w.mgr, &written, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_acquire(n.w.mgr, &written, 1, GEMINI_STREAM_CALLER));
     memset(written.ptr, 7, states * WORLD_CHUNK);
-    CHECK_OK(gemini_release(w.mgr, &written, 1, GEMINI_STREAM_CALLER));
+    CHECK_OK(gemini_release(n.w.mgr, &written, 1, GEMINI_STREAM_CALLER));
   }
-  uint64_t before = 0, sum = 0;
   for (int pass = 0; pass < PASSES; pass++) {
-    memset(reads, 0, QUARTERS * sizeof *reads);
     atomic_store(&reads_most, 0);
-    if (pass == PASSES / 2 && others) CHECK_OK(gemini_host_alloc(w.mgr, others * WORLD_CHUNK, 0, &taken));
-    CHECK_OK(gemini_iteration_begin(w.mgr));
-    for (uint64_t i = 0; i < SPREAD_OPS; i++) {
-      CHECK_OK(gemini_op_begin(w.mgr, "op", GEMINI_STREAM_CALLER));
-      gemini_access_t a = world_part(t, i * WORLD_CHUNK, WORLD_CHUNK, GEMINI_READ, GEMINI_TIER_DEVICE);
-      CHECK_OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-      CHECK(world_reads(a.ptr, i * WORLD_CHUNK, WORLD_CHUNK, 3));
-      CHECK_OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
-      CHECK_OK(gemini_op_end(w.mgr));
-      const figures_t s = world_stats(&w);
-      uint64_t so_far = 0;
-      for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++) so_far += s.moved_chunks[LINK_F2H][reason];
-      reads[i * QUARTERS / SPREAD_OPS] += so_far - before;
-      before = so_far;
-    }
-    CHECK_OK(gemini_iteration_end(w.mgr));
+    if (pass == PASSES / 2 && others) CHECK_OK(gemini_host_alloc(n.w.mgr, others * WORLD_CHUNK, 0, &taken));
+    weights_pass(&n, SPREAD_OPS, WORLD_CHUNK, reads);
   }
+  uint64_t sum = 0;
   for (int i = 0; i < QUARTERS; i++) sum += reads[i];
   fprintf(stderr,
           "    %" PRIu32 " slots, %" PRIu32 " taken: %" PRIu64 " reads, by quarters %" PRIu64 " %" PRIu64 " %" PRIu64
           " %" PRIu64 ", %d at a time\n",
           slots, others, sum, reads[0], reads[1], reads[2], reads[3], atomic_load(&reads_most));
   if (sum && slots >= SPREAD_OPS / 2 && engine == GEMINI_FILE_ENGINE_THREADS) CHECK(atomic_load(&reads_most) >= 2);
-  CHECK_OK(gemini_host_free(w.mgr, taken));
-  close(fd);
-  world_close(&w); /* no read is under way any more */
-  fault_sys.pread = fault_pread;
+  CHECK_OK(gemini_host_free(n.w.mgr, taken));
+  weights_close(&n);
   return sum;
 }
 /* What the host has no room for is read all through a pass, not in one stretch of it, and is no more for that; also
