@@ -593,7 +593,8 @@ def _read_all(jobs, progress, borrows, asks):
     """
     if borrows:
         jobs = sorted(jobs, key=lambda job: (job[0].file, job[0].offset))
-    fds, asked, ahead = {}, 0, 0
+    fds: dict[str, int] = {}
+    asked = ahead = 0
     try:
         for entry, target, then in jobs:
             while asks and asked < len(jobs) and ahead < AHEAD_BYTES:
