@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import libgemini.torch as gm
 from conftest import VOCAB, tiny
+from expert_parallel import Mixture
 from libgemini.torch import (
     checkpoint,
     ranks as ranks_of_torch,
@@ -568,6 +569,7 @@ def refusals_of_dtensors(mesh, data):
     weight = made[0].weight
     note("view", lambda: weight.t())
     note("unit", lambda: gm.unit(made[0]))
+    note("other gradients", lambda: weight.to_local(grad_placements=[Replicate()]))
     note("mixed", lambda: weight @ torch.ones(8))
     note("tensor()", lambda: torch.tensor(weight))
     made(torch.ones(2, 8)).sum().backward()
@@ -686,6 +688,105 @@ def divided(*, parts, folder, clip=0.1, **more):
         return out
     finally:
         torch.distributed.destroy_process_group()
+
+
+def expert_mesh(parts):
+    """Of all processes, in rows of `parts`, each of which has all experts."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    shape = torch.distributed.get_world_size() // parts, parts
+    return torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "experts"))["experts"]
+
+
+def expert_parallel(
+    *,
+    parts,
+    zero=3,
+    early=False,
+    optimizer=None,
+    kept=None,
+    dtype="float32",
+    saved=None,
+    loaded=None,
+    options=None,
+    **more,
+):
+    """Trains a mixture of which each of `parts` ranks has some experts, and saves it.
+
+    saved: a folder that it is saved into in the end.
+    loaded: a folder that it is loaded from before; then it is not trained.
+    options: of init().
+    """
+    rank, count = rank_and_count()
+    mesh = expert_mesh(parts)
+    with session(zero, expert_mesh=mesh, **(options or {})) as opened:
+        made = Mixture(VOCAB, WIDTH, mesh).to(getattr(torch, dtype))
+        made, optimizer = gm.prepare(
+            made, optimizer_of(made, **(optimizer or {})), step_in_backward=early, **(kept or {})
+        )
+        begun = [parts_before_the_end(optimizer)] if early else []
+        out = {"early": begun}
+        if loaded:
+            out["extra"] = gm.load(loaded, made, optimizer)
+        else:
+            out.update(steps(made, optimizer, "tokens", **share(count, rank), **more))
+            gathered = [opened.manager.group_stats(one.group)["gathered_bytes"] for one in opened.ranks.owners.values()]
+            out.update(gathered=gathered, host=opened.manager.stats()["used_bytes"]["host"])
+        if saved:
+            gm.save(saved, made, optimizer, extra={"step": 4})
+        out["counts"] = [layer.counts for layer in made.layers]
+        return {**out, "state": whole(state(made, optimizer))}
+
+
+def expert_ends():
+    """Rank 3 is killed in the second layer of experts."""
+    rank, count = rank_and_count()
+    mesh = expert_mesh(2)
+    with session(expert_mesh=mesh, deadline=4.0):
+        made = Mixture(VOCAB, WIDTH, mesh)
+        made, optimizer = gm.prepare(made, adamw(made))
+        steps(made, optimizer, "tokens", **share(count, rank), count=2)
+        if rank == 3:
+            made.layers[1].router.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        began["ns"] = time.monotonic_ns()
+        try:
+            steps(made, optimizer, "tokens", **share(count, rank), count=1)
+        except RuntimeError:  # of torch, whose processes exchange tokens, or of the library
+            made.last.weight.clone()
+
+
+def refused_experts():
+    """What init() and prepare() say of meshes and DTensors over ranks of the session that they do not take."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    said, mesh, count = {}, expert_mesh(2), torch.distributed.get_world_size()
+
+    def note(name, function):
+        try:
+            function()
+        except gm.GeminiError as error:
+            said[name] = str(error)
+
+    def prepare(placement):
+        made = nn.Linear(8, 8)
+        made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), mesh, [placement]))
+        gm.prepare(made)
+
+    with session(expert_mesh=mesh):
+        note("join", lambda: gm.join([0]))
+        note("columns", lambda: prepare(Shard(1)))
+        note("whole", lambda: prepare(Replicate()))
+    with session():
+        note("no experts", lambda: prepare(Shard(0)))
+    both = torch.distributed.device_mesh.init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("copies", "experts"))
+    note("two dimensions", lambda: gm.init(device="cpu", expert_mesh=both, **SIZES))
+    note("some ranks", lambda: gm.init(device="cpu", expert_mesh=mesh, process_group=both.get_group("copies"), **SIZES))
+    note(
+        "other rows",
+        lambda: gm.init(device="cpu", expert_mesh=(mesh, both["copies"])[rank_and_count()[0] % 2], **SIZES),
+    )
+    note("only one", lambda: gm.init(device="cpu", expert_mesh=None if rank_and_count()[0] else mesh, **SIZES))
+    return {"said": said}
 
 
 def full_disk(*, folder):

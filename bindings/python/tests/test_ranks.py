@@ -584,6 +584,7 @@ REFUSED = {  # what is refused of DTensors, and words of why
     "gradient": "gradient from before prepare()",
     "view": "make it of a clone()",
     "unit": "need plain parameters",
+    "other gradients": "want (Shard(dim=0),), or none",
     "mixed": "mixed torch.Tensor and DTensor",
     "tensor()": "give it a to_local() or a clone()",
     "other norm": "only the 2-norm",

@@ -171,6 +171,7 @@ def init(
     cache_policy: str = "lru",
     bucket_size: int | str = 0,
     transport: str = "auto",
+    expert_mesh: _typing.Any = None,
 ) -> _Init:
     """Opens the session: one device and one set of budgets. There is one session at a time.
 
@@ -249,6 +250,10 @@ def init(
         transport: With several processes, how they exchange parameters and gradients. "auto": by NCCL on GPUs, and on
             the simulated device by memory that the processes of one machine share. "torch": by torch.distributed, with
             the backends of the process group: nccl on GPUs, gloo on the simulated device.
+        expert_mesh: With several processes, of which each computes some experts of a mixture for the tokens of all: a
+            DeviceMesh of one dimension over those processes that have all experts together, such as
+            `mesh["experts"]`. Parameters that are DTensors over it, with the placement Shard(0), are divided further
+            among the processes that have the same experts. None: there are no such DTensors.
 
     Returns:
         A context manager, which gives the session. Its use is optional.
@@ -272,6 +277,7 @@ def init(
     # Without "torch" also with GPUs, whose bytes the library's own communicators carry.
     backend = "cpu:gloo,cuda:nccl" if cuda and transport == "torch" else "gloo"
     process_group, shard_size = _ranks.find(process_group, shard_size, backend)
+    expert_row = _ranks.expert_row(expert_mesh, process_group)
     if cuda and transport == "torch" and process_group is not None:
         if rank_order or register_frames or allocator not in (None, "torch"):
             asked = "rank_order" if rank_order else "register_frames" if register_frames else ""
@@ -331,6 +337,7 @@ def init(
             cache_policy=cache_policy,
             bucket_size=bucket_size,
             transport=transport,
+            expert_row=expert_row,
         )
         try:
             owner.allocator = _allocator.start(allocator, owner)
@@ -605,7 +612,8 @@ def join(batches: _typing.Iterable[_Batch]) -> _ranks.Join[_Batch]:
         batch was a repeated one, whose loss is not to be counted.
 
     Raises:
-        GeminiError: There is no session; or, while iterating, a process has no batch at all.
+        GeminiError: There is no session; processes have experts of their own (expert_mesh of init()); or, while
+            iterating, a process has no batch at all.
     """
     return _ranks.Join(session().ranks, batches)
 

@@ -27,6 +27,7 @@ from .memory import host_tensor, wrap
 
 if typing.TYPE_CHECKING:
     from .model import Record
+    from .owners import Owners
     from .session import Session
     from .tensors import ManagedTensor
 
@@ -281,7 +282,7 @@ class Arenas:
         self.handles: dict[tuple[str, torch.dtype, int], int] = {}  # by kind, dtype, and the arena it follows or 0
         self.bases: dict[int, tuple[int, int]] = {}  # by arena: its first address and its number
         self.spaces: dict[int, Space] = {}  # by arena: what is free of what was taken
-        self.sliced: set[int] = set()  # arenas that are divided among ranks
+        self.sliced: dict[int, Owners] = {}  # arenas that are divided among ranks: these
         # The kind of arena that frozen parameters go to, and the bytes of addresses that it needs; see apart().
         self.frozen, self.capacity = "frozen", 0
         self.models_apart = 0
@@ -297,13 +298,16 @@ class Arenas:
         if key not in self.handles:
             ranks = self.session.ranks
             more: dict[str, typing.Any] = {}
-            if ranks and kind in ("param", "frozen"):
-                more = {"group": ranks.group, "zero_stage": ranks.stage}
+            owners = self.sliced.get(like)
+            base, _, where = kind.partition(" in ")
+            if ranks and base in ("param", "frozen"):
+                owners = ranks.owners[where]
+                more = {"group": owners.group, "zero_stage": ranks.stage}
             elif ranks and kind == "grad":
                 more = {"dtype": DTYPES[dtype]}
             name = f"{kind}.{str(dtype).removeprefix('torch.')}" + (f".{self.bases[like][1]}" if like else "")
             handle = self.session.manager.arena(
-                KINDS.get(kind.partition(" in ")[0], abi.KIND_OTHER),
+                KINDS.get(base, abi.KIND_OTHER),
                 name=name,
                 capacity=self.capacity if kind == self.frozen else 0,
                 element_bytes=dtype.itemsize,
@@ -312,8 +316,8 @@ class Arenas:
                 **more,
             )
             self.handles[key] = handle
-            if more or like in self.sliced:
-                self.sliced.add(handle)
+            if owners:
+                self.sliced[handle] = owners
             self.bases[handle] = self.session.manager.arena_info(handle).base, len(self.bases)
         return self.handles[key]
 

@@ -325,12 +325,11 @@ def _write_shards(folder, stem, tensors, most_bytes, sums, progress, ranks):
     if len(shards) > 1 and (ranks is None or ranks.rank == 0):
         _write_json(
             os.path.join(folder, f"{stem}.safetensors.index.json"),
-            {"metadata": {"total_size": sum(_size(value) for _, value in tensors)}, "weight_map": where},
+            {
+                "metadata": {"total_size": sum(tensorfile.size_bytes(value) for _, value in tensors)},
+                "weight_map": where,
+            },
         )
-
-
-def _size(value):
-    return value.shape.numel() * value.dtype.itemsize
 
 
 def _write_json(path, value):
@@ -369,7 +368,7 @@ def save(session, folder, model, optimizer, extra, max_shard, progress):
         weights.append((names[0], _stored(value)))
     states, training = _training_state(session, optimizer, model, mesh) if optimizer is not None else ([], {})
     data = _pickled({**training, "extra": extra})
-    total = sum(_size(value) for _, value in weights + states)
+    total = sum(tensorfile.size_bytes(value) for _, value in weights + states)
     first = (ranks is None or ranks.rank == 0) and mesh.index == 0
     # An exception on any rank is one on all ranks, so that the first one, which has the folder, leaves the old one.
     with contextlib.ExitStack() as stack, Progress(f"saving {folder}", total, progress) as bar:
@@ -518,7 +517,7 @@ def _plan_weights(folder, model, entries):
         entry = entries[found]
         _refuse_others(entry, [entries[name] for name in names if name in entries and name != found])
         used.update(candidates)
-        shape = tuple(_stored(value).shape)
+        shape, _ = tensorfile.entire(_stored(value))
         if entry.shape != shape:
             raise GeminiError(f"{entry.file}: {found} has shape {entry.shape}, in the model it has {shape}", "FORMAT")
         if entry.dtype != value.dtype and entry.dtype.is_floating_point and entry.dtype.itemsize == 1:
@@ -616,7 +615,7 @@ def _weight_job(session, entry, name, value, quantized):
     quantized: the ids of buffers that go into a new place as well.
     """
     if not value.is_meta:
-        return entry, lambda: _stored(value), lambda: internals.note_write(value)
+        return tensorfile.part_of(entry, _stored(value)), lambda: _stored(value), lambda: internals.note_write(value)
     if id(value) in quantized:
         return entry, lambda: adopt_buffer(session, value, name, fill=False), lambda: None
     if isinstance(value, nn.Parameter) and (
@@ -661,11 +660,10 @@ def _plan_states(folder, training, optimizer, model, mesh):
             entry = entries.get(f"{name}.{state}")
             if entry is None:
                 raise GeminiError(f"{folder.path}: optimizer.safetensors, or its shards, lack {name}.{state}", "FORMAT")
-            if entry.shape != tuple(record.place.shape):
+            shape, _ = tensorfile.entire(record.place)
+            if entry.shape != shape:
                 raise GeminiError(
-                    f"{entry.file}: {entry.name} has shape {entry.shape}, the parameter has "
-                    f"{tuple(record.place.shape)}",
-                    "FORMAT",
+                    f"{entry.file}: {entry.name} has shape {entry.shape}, the parameter has {shape}", "FORMAT"
                 )
             layout[state], parts[state] = entry.dtype, entry
         optimizer.rule.check(record, layout)
@@ -704,8 +702,11 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         jobs = [_weight_job(session, entry, name, value, quantized) for entry, name, value in plan]
         for record, layout, parts in states:
             places = optimizer.rule.renew(record, layout)
-            jobs += [(entry, lambda place=places[state]: place, lambda: None) for state, entry in parts.items()]
-        total = sum(entry.size_bytes for entry in wanted)
+            jobs += [
+                (tensorfile.part_of(entry, places[state]), lambda place=places[state]: place, lambda: None)
+                for state, entry in parts.items()
+            ]
+        total = sum(entry.size_bytes for entry, *_ in jobs)
         with together(session, mesh), Progress(f"loading {folder.path}", total, progress) as bar:
             _read_all(jobs, bar, borrows, asks=not borrows and not session.ranks)
         _compute_buffers(session, model, buffers)

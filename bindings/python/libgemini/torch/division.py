@@ -9,7 +9,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import array
 import contextlib
+import math
 import sys
 import typing
 
@@ -20,7 +22,7 @@ from torch import nn
 from ..abi import GeminiError
 from . import internals
 from .internals import plain as _plain
-from .ranks import fail_together, gather_objects
+from .ranks import EXPERTS, fail_together, gather_objects
 from .tensors import (
     _AUTOGRAD,
     _DATA,
@@ -42,6 +44,7 @@ from .tensors import (
 
 if typing.TYPE_CHECKING:
     from .model import Record
+    from .owners import Owners
     from .ranks import Ranks
     from .session import Session
 
@@ -67,16 +70,24 @@ class Division:
         placement: Shard(dim), or Replicate(): each process has all of it.
         shape: Of the whole parameter.
         stride: Likewise, in elements.
+        owners: If the processes of the mesh are ranks of the session: those that have the same part.
     """
 
-    def __init__(self, whole: typing.Any) -> None:
+    def __init__(self, whole: typing.Any, owners: Owners | None = None) -> None:
+        self.owners = owners
         self.mesh = whole.device_mesh
         self.placement = whole.placements[0]
         self.shape, self.stride = whole.shape, whole.stride()
         self.known: tuple[typing.Any, typing.Any] = None, None  # the norm of the part, and that of the whole
 
-    def __str__(self) -> str:
-        return f"part {self.mesh.get_local_rank()} of {self.mesh.size()}, {self.layout()}"
+    @property
+    def part(self) -> int:
+        """Which part this process has."""
+        return int(self.mesh.get_local_rank())
+
+    def where(self) -> str:
+        """The layout, in words that the ranks that divide the parameter among themselves have in common."""
+        return self.layout() if self.owners else f"part {self.part} of {self.mesh.size()}, {self.layout()}"
 
     def layout(self) -> str:
         """The placement and the shape of the whole, in words that checkpoints have."""
@@ -113,10 +124,18 @@ class Division:
         if not self.placement.is_shard():
             return part
         if self.known[0] is not part:
-            square = part.detach().double().square().reshape(1)
-            dist.all_reduce(square, group=self.mesh.get_group())
+            square = self.add_squares(record, part.detach().double().square().reshape(1))
             self.known = part, square.sqrt().to(part.dtype).reshape(part.shape)
         return typing.cast(torch.Tensor, self.known[1])
+
+    def add_squares(self, record: Record, square: torch.Tensor) -> torch.Tensor:
+        """The sum of what all processes of the mesh have, in their order where these are ranks."""
+        if not self.owners:
+            dist.all_reduce(square, group=self.mesh.get_group())
+            return square
+        ranks = typing.cast("Ranks", record.session.ranks)
+        theirs = array.array("d", b"".join(ranks.exchange(array.array("d", square.tolist()).tobytes())))
+        return square.new_tensor([math.fsum(theirs[rank] for rank in self.owners.row)])
 
 
 def _arrived(gradient: typing.Any) -> typing.Any:
@@ -154,10 +173,16 @@ class ManagedLocal(ManagedTensor):
         """As of a DTensor."""
         return (self._gm_division.placement,)
 
-    def to_local(self) -> ManagedTensor:
-        """This process's part: a managed tensor over the same bytes."""
+    def to_local(self, *, grad_placements: typing.Sequence[typing.Any] | None = None) -> ManagedTensor:
+        """This process's part: a managed tensor over the same bytes, through which gradients go to the parameter.
+
+        Args:
+            grad_placements: As of a DTensor; of which only that of the parameter is supported.
+        """
+        if grad_placements is not None and tuple(grad_placements) != self.placements:
+            _refuse(self, f"to_local(grad_placements={tuple(grad_placements)}): want {self.placements}, or none")
         with _plain():
-            out = self.detach()
+            out = self.view_as(self)
         out.__class__ = ManagedTensor
         managed = typing.cast(ManagedTensor, out)
         managed._gm_place, managed._gm_grad, managed._gm_generation = (
@@ -331,12 +356,15 @@ def _check(session: Session, name: str, param: typing.Any) -> None:
             f"{start} whose dimension {placement.dim}, of {param.shape[placement.dim]}, cannot be divided into "
             f"{mesh.size()} equal parts: pad it, or keep it out of the parallel style"
         )
-    group = session.ranks and session.ranks.process_group
-    both = sorted({own, *(dist.get_process_group_ranks(group) if group else ())} & set(mesh.mesh.tolist()))
-    if both != [own]:
+    members = mesh.mesh.tolist()
+    if _owners_of(session, mesh):
+        if not placement.is_shard() or placement.dim:
+            raise GeminiError(f"{start} over expert_mesh of init(), with the placement {placement}: want Shard(0)")
+    elif (both := sorted({own, *_processes(session)} & set(members))) != [own]:
         raise GeminiError(
-            f"{start} over processes {mesh.mesh.tolist()}, of which {both} are also ranks of the session: give init() "
-            "the group of those that have the same part, such as process_group=mesh.get_group('data')"
+            f"{start} over processes {members}, of which {both} are also ranks of the session: give init() the group "
+            "of those that have the same part, such as process_group=mesh.get_group('data'); of experts, for which "
+            "each process has tokens of its own, give it their mesh as expert_mesh"
         )
     with torch.no_grad():
         local = param.to_local()
@@ -346,6 +374,19 @@ def _check(session: Session, name: str, param: typing.Any) -> None:
         raise GeminiError(f"{start} whose local tensor is a {type(local).__name__}: want a plain tensor")
     if internals.get_grad(param) is not None:
         raise GeminiError(f"{start} with a gradient from before prepare(): call zero_grad() before")
+
+
+def _processes(session: Session) -> list[int]:
+    """The processes, as torch.distributed counts them, that are ranks of the session, in the order of ranks."""
+    return dist.get_process_group_ranks(session.ranks.process_group) if session.ranks else []
+
+
+def _owners_of(session: Session, mesh: typing.Any) -> Owners | None:
+    """The ranks of the session that have the same part of what is divided over a mesh, if that is one of experts."""
+    owners, processes = session.ranks and session.ranks.owners.get(EXPERTS), _processes(session)
+    if not owners or mesh.mesh.tolist() != [processes[one] for one in owners.row]:
+        return None
+    return owners
 
 
 def localize(session: Session, module: nn.Module) -> None:
@@ -364,7 +405,7 @@ def localize(session: Session, module: nn.Module) -> None:
         if not hasattr(param, "_gm_local"):
             with torch.no_grad():
                 local: typing.Any = nn.Parameter(param.to_local().detach(), param.requires_grad)
-            local._gm_division = Division(param)
+            local._gm_division = Division(param, _owners_of(session, param.device_mesh))
             param._gm_local = local
     for one in module.modules():
         for name, param in one._parameters.items():
@@ -427,6 +468,7 @@ class Mesh:
             name: typing.cast(typing.Any, param)._gm_division
             for name, param in model.named_parameters(remove_duplicate=False)
             if getattr(param, "_gm_division", None) is not None
+            and not typing.cast(typing.Any, param)._gm_division.owners  # whose parts are in one file
         }
         self.layouts = {name: one.layout() for name, one in divisions.items()}
         meshes = [one.mesh for one in divisions.values()]

@@ -180,6 +180,8 @@ class Record:
     def allocate(self, shape, dtype, stride=None):
         """Takes a place, which reads as zero. become_managed() then gives it to the parameter."""
         kind = "param" if self.param.requires_grad else self.session.arenas.frozen
+        if self.division is not None and self.division.owners is not None:
+            kind += f" in {self.division.owners.name}"
         self.place = self.session.arenas.place(kind, shape, dtype, self.name, stride)
 
     def become_managed(self):

@@ -21,6 +21,7 @@ from .ranks import SlicedPlace
 
 if typing.TYPE_CHECKING:
     from .model import Record
+    from .owners import Owners
     from .ranks import Ranks
 
 # The dtype of momentum and variance in arenas, by prepare()'s option, and what the C library calls it.
@@ -293,6 +294,18 @@ class Narrow:
         """The ranks that it is divided among."""
         assert isinstance(self.place, SlicedPlace)
         return self.place.ranks
+
+    @property
+    def owners(self) -> Owners:
+        """The ranks that have slices of it."""
+        assert isinstance(self.place, SlicedPlace)
+        return self.place.owners
+
+    @property
+    def entire(self) -> tuple[tuple[int, ...], int]:
+        """As of the parameter's place, on ranks."""
+        assert isinstance(self.param, SlicedPlace)
+        return self.param.entire
 
     def own_ranges(self, most: int) -> typing.Iterator[tuple[int, int]]:
         """The elements that this process keeps, in the order of the elements in memory: whole blocks, but for the end.

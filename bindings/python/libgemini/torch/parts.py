@@ -10,7 +10,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import math
 import typing
 
 import torch
@@ -34,22 +33,24 @@ class Arena:
         waits: The records that get gradients, in the order of their places; those behind the last one whose gradient
             this rank has not made are taken off.
         end: The first element that was updated.
+        step: Parts begin at multiples of so many elements.
         begun: Whether a part was updated.
     """
 
-    def __init__(self, records: list[Record], end: int) -> None:
+    def __init__(self, records: list[Record], end: int, step: int) -> None:
         self.waits = sorted((record for record in records if record.place.elements), key=first_of)
         self.end = end
+        self.step = step
         self.begun = False
 
-    def complete(self, made: typing.Container[Record], step: int) -> int:
+    def complete(self, made: typing.Container[Record]) -> int:
         """The element, a multiple of step or 0, from which on all gradients are made."""
         while self.waits and self.waits[-1] in made:
             self.waits.pop()
         if not self.waits:
             return 0
         last = self.waits[-1]
-        return -(-(first_of(last) + last.place.elements) // step) * step
+        return -(-(first_of(last) + last.place.elements) // self.step) * self.step
 
 
 class Parts:
@@ -62,7 +63,6 @@ class Parts:
         self.groups = groups  # of the optimizer, now
         self.group_of: dict[int, dict[str, typing.Any]] = {}  # by id of a record, as of the beginning of the pass
         self.arenas: dict[int, Arena] = {}  # of the pass, with parameters of the rule
-        self.chunks = 1  # a part is so many, or a multiple
         self.open = False  # a pass has begun, and its updates are not all made
         self.since_step = False  # a pass has made updates since the last step()
         self.updated: set[Record] = set()  # which parts of this pass had elements of
@@ -98,30 +98,27 @@ class Parts:
             if record.place.arena in by_arena:
                 by_arena[record.place.arena].append(record)
         self.arenas = {
-            arena: Arena(records, self.ranks.elements(arena, records[0].place.dtype.itemsize))
+            arena: Arena(
+                records,
+                self.ranks.elements(arena, records[0].place.dtype.itemsize),
+                self.ranks.part_elements(arena, records[0].place.dtype.itemsize),
+            )
             for arena, records in by_arena.items()
             if records
         }
         self.session.renew_masters()  # of parameters that the forward pass has written
-        self.chunks = math.lcm(self.ranks.shard_size, self.ranks.bucket_chunks())
         self.updated.clear()
         self.present = None
         self.open = True
 
     def update(self) -> None:
-        """Gradients were stored, and no function holds parameters: updates what waited for nothing else.
-
-        A part is as many chunks as there are ranks in a replica, or more: this rank's slices of these fill chunks of
-        their own, so that gradients that come next do not wait until a worker has read those of this part. It is whole
-        buckets, too.
-        """
+        """Gradients were stored, and no function holds parameters: updates what waited for nothing else."""
         if not self.open:
             return
         for arena, part in self.arenas.items():
             all_records = self.rule.arenas[arena]
             made: typing.Collection[Record] = () if self.ranks.idle else self.ranks.stored
-            step = self.session.manager.config.chunk_bytes // all_records[0].place.dtype.itemsize * self.chunks
-            begin = part.complete(made, step)
+            begin = part.complete(made)
             if begin < part.end:
                 try:
                     self.submit(arena, part, [record for record in all_records if record in made], begin)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import copy
 import ctypes
 import hashlib
 import importlib.util
 import itertools
+import math
 import os
 import pickle
 import socket
@@ -32,6 +34,7 @@ from ..manager import STATES, Manager
 from . import internals
 from .arenas import DTYPES, PIECE_BYTES, Place
 from .memory import host_tensor
+from .owners import Owners, check_rows, shard_size_of
 from .transport import Transport
 
 if typing.TYPE_CHECKING:
@@ -41,6 +44,7 @@ if typing.TYPE_CHECKING:
 
 BUCKET_BYTES = 128 << 20  # of gradients that are added in one call, at most
 BUCKET_PARTS = 64  # buckets that would fill the device: gradients wait there until their bucket is whole
+EXPERTS = "experts"  # the name of the owners of a part of the experts
 GRACE_SECONDS = 2.0  # that others have to come after one is known to be lost, so that only that one is named
 
 _Pieces = typing.Iterator[tuple[int, torch.Tensor]]
@@ -90,6 +94,32 @@ def _of_mesh(mesh: DeviceMesh, shard_size: int | None) -> tuple[typing.Any, int]
             f"shard_size is {shard_size}, but the mesh has {mesh.size(1)} processes in a replica", "INVALID"
         )
     return dist.group.WORLD, mesh.size(1)
+
+
+def expert_row(mesh: typing.Any, process_group: typing.Any) -> list[int]:
+    """The ranks of a session among which a mesh of experts divides these, in the order of the mesh; [] without one.
+
+    Args:
+        mesh: What init() was given.
+        process_group: Of the session, or None: there is one process.
+
+    Raises:
+        GeminiError: The mesh has more dimensions, or not only ranks of the session, this one among them.
+    """
+    if mesh is None:
+        return []
+    if not dist.is_available() or not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        what = f"a mesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
+        raise GeminiError(f"expert_mesh is {what}: want a DeviceMesh of one, such as mesh['experts']", "INVALID")
+    members, own = mesh.mesh.tolist(), dist.get_rank()
+    processes = [own] if process_group is None else dist.get_process_group_ranks(process_group)
+    if own not in members or not {*members} <= {*processes}:
+        raise GeminiError(
+            f"expert_mesh is of processes {members}: want process {own}, which calls init(), and others of its "
+            f"process_group, {processes}",
+            "INVALID",
+        )
+    return [processes.index(one) for one in members] if len(members) > 1 else []
 
 
 def _find_group(process_group: typing.Any, backend: str) -> typing.Any:
@@ -365,6 +395,19 @@ class Start:
             raise self._error(missing, gone) from error
         return [pickle.loads(value) for value in values]
 
+    def among(self, members: typing.Sequence[int], name: str) -> Start:
+        """What some of the ranks, this one among them, take for theirs where they connect with each other.
+
+        Args:
+            members: Their numbers.
+            name: Of what they make, the same on them and on no others.
+        """
+        out = copy.copy(self)
+        out.rank, out.count = members.index(self.rank), len(members)
+        if self.store is not None:
+            out.store = dist.PrefixStore(name, self.store)
+        return out
+
     def _wait(self, key: str, keys: typing.Sequence[str], missing: list[int]) -> bytes:
         """The value of a key, as soon as it is there. missing: ranks that may be; those that have come are removed."""
         pause = 0.001
@@ -431,6 +474,20 @@ class SlicedPlace(Place):
         return ranks
 
     @property
+    def owners(self) -> Owners:
+        """The ranks that it is divided among."""
+        return self.session.arenas.sliced[self.arena]
+
+    @property
+    def entire(self) -> tuple[tuple[int, ...], int]:
+        """The shape of the tensor of which this is a part that some ranks have, and the first element of the part."""
+        shape, owners = tuple(self.shape), self.owners
+        if not owners.name:
+            return shape, 0
+        row = owners.row
+        return (shape[0] * len(row), *shape[1:]), row.index(self.ranks.rank) * self.elements
+
+    @property
     def is_gradient(self) -> bool:
         return self.follows is not None and self.address != 0
 
@@ -487,7 +544,9 @@ class SlicedPlace(Place):
             values[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
         parts = [array.array("q", part) for part in ranks.exchange_any(mine.tobytes())]
-        for part, data in zip(parts, ranks.exchange_any(values.view(torch.uint8).numpy().tobytes())):
+        theirs_of = ranks.exchange_any(values.view(torch.uint8).numpy().tobytes())
+        for rank in self.owners.members:  # others have other parts of the parameter, or the same bytes
+            part, data = parts[rank], theirs_of[rank]
             theirs = torch.frombuffer(bytearray(data), dtype=self.dtype) if data else values[:0]
             at = 0
             for first, last in zip(part[::2], part[1::2]):
@@ -514,7 +573,15 @@ class Join(typing.Generic[_Batch]):
         Args:
             ranks: Of the session, or None: there is one process.
             batches: Of this rank, at least one.
+
+        Raises:
+            GeminiError: The ranks have experts of their own.
         """
+        if ranks is not None and EXPERTS in ranks.owners:
+            raise GeminiError(
+                "join() with expert_mesh of init(): a process without batches would go on computing its experts for "
+                "others, whose gradients would be dropped with its own: give all processes equally many batches"
+            )
         self.ranks = ranks
         self.batches = batches
         self.idle = False
@@ -553,8 +620,10 @@ class Ranks:
         rank: This process's number.
         count: How many ranks there are.
         shard_size: How many of them divide the model among themselves: those of a replica.
-        group: The library's handle of the group.
-        transport: What it talks over, or None: NCCL on GPUs, shared memory on the simulated device.
+        owners: By name, ranks that divide among themselves what they have: "": all ranks; EXPERTS: of a part of
+            experts, those that have the same one.
+        transports: What groups talk over, if that is torch.distributed; otherwise NCCL on GPUs, shared memory on the
+            simulated device.
         processes: Of all ranks.
         stage: What is divided: 1: states, 2: gradients, too, 3: parameters, too, abi.ZERO_AUTO: as 3.
         storing: Whether a gradient is being stored.
@@ -573,6 +642,7 @@ class Ranks:
         shard_size: int = 0,
         bucket_size: int = 0,
         transport: str = "auto",
+        expert_row: typing.Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -585,6 +655,7 @@ class Ranks:
             shard_size: Ranks of a replica; 0: all.
             bucket_size: Bytes of gradients that are added in one call; 0: chosen.
             transport: As of init().
+            expert_row: The ranks of this process's row of the mesh of experts, in its order; see expert_row().
 
         Raises:
             GeminiError: Ranks have different options; or a group cannot be made.
@@ -602,54 +673,91 @@ class Ranks:
         self.absent: set[Record] = set()  # whose gradients no backward pass of this rank has made: zeros
         self.idle = False  # this rank has no batch, and only accompanies the others: its gradients are zeros; see Join
         self.parts: Parts | None = None  # with step_in_backward
-        self.transport: Transport | None = None
+        self.transports: list[Transport] = []
+        self.start = start
         if session.cuda and transport == "auto":
             load_nccl()
         self._refuse_shared_gpus()
-        mine = {"transport": transport, "shard_size": self.shard_size, "bucket_size": bucket_size}
+        mine = {
+            "transport": transport,
+            "shard_size": self.shard_size,
+            "bucket_size": bucket_size,
+            "expert_mesh": f"of {len(expert_row)} processes" if expert_row else None,
+        }
         theirs = start.exchange((mine, session.manager.config.device_bytes))
         for rank, (options, _) in enumerate(theirs):
             for name, value in options.items():
                 first = theirs[0][0][name]
                 if value != first:
                     raise GeminiError(f"rank 0 has {name} {first}, rank {rank} has {value}: want the same", "PEER")
-        name, comms = None, []
-        if transport == "torch":
-            self.transport = Transport(start, self.shard_size, session.lib)
-            comms, deadline, rank_order = self.transport.comms, 0.0, False  # of these the transport takes care
-        else:
-            name = self._group_id(start)
+        over_torch = transport == "torch"  # which takes care of the first two of these options
+        self.options: dict[str, typing.Any] = {
+            "deadline": 0.0 if over_torch else deadline,
+            "rank_order": rank_order and not over_torch,
+            "bucket_bytes": bucket_size or min(BUCKET_BYTES, min(budget for _, budget in theirs) // BUCKET_PARTS),
+            "register": register_frames and bool(session.cuda) and not over_torch,
+        }
+        self.over_torch = over_torch
         try:
-            self.group = session.manager.group_open(
-                name,
-                self.rank,
-                self.count,
-                deadline,
-                rank_order,
-                self.shard_size,
-                bucket_size or min(BUCKET_BYTES, min(budget for _, budget in theirs) // BUCKET_PARTS),
-                comms,
-                register_frames and bool(session.cuda) and self.transport is None,
-            )
+            name = None if over_torch else self._group_id(start)
+            group, everyone = self._join(start, self.shard_size, name), list(range(self.count))
+            self.owners = {"": Owners("", everyone, self.rank, self.shard_size, group, [(one,) for one in everyone])}
+            if expert_row:
+                self.owners[EXPERTS] = self._join_owners(expert_row)
         except BaseException:
             self.disconnect()
             raise
-        abi.peer_hints.append(self._ended)
+        abi.peer_hints.append(self._hint)
+
+    def _join(self, start: Start, shard_size: int, name: bytes | None) -> int:
+        """Opens a group. Its ranks all have to call it.
+
+        Args:
+            start: Of its ranks.
+            shard_size: How many of them divide what they have.
+            name: The group's id; None: over torch.distributed.
+        """
+        comms = []
+        if self.over_torch:
+            self.transports.append(Transport(start, shard_size, self.session.lib))
+            comms = self.transports[-1].comms
+        return self.session.manager.group_open(
+            name, start.rank, start.count, shard_ranks=shard_size, comms=comms, **self.options
+        )
+
+    def _join_owners(self, row: typing.Sequence[int]) -> Owners:
+        """Opens the group of the ranks that have the same experts as this one. All ranks have to call it.
+
+        Args:
+            row: The ranks of this process's row of the mesh, in its order.
+
+        Raises:
+            GeminiError: The rows do not divide all ranks; or a group cannot be made.
+        """
+        mine = array.array("q", row).tobytes()
+        rows = check_rows((array.array("q", one).tolist() for one in self.exchange_any(mine)), self.count)
+        part = list(row).index(self.rank)
+        members = sorted(one[part] for one in rows)
+        made = self._make_id(len(members)) if members[0] == self.rank and not self.over_torch else b""
+        ids = self.exchange_any(made)
+        start, size = self.start.among(members, f"experts/{part}"), shard_size_of(members, self.shard_size)
+        group = self._join(start, size, None if self.over_torch else ids[members[0]])
+        return Owners(EXPERTS, members, start.rank, size, group, rows)
 
     def close(self) -> None:
         """The session ends."""
-        if self._ended in abi.peer_hints:
-            abi.peer_hints.remove(self._ended)
+        if self._hint in abi.peer_hints:
+            abi.peer_hints.remove(self._hint)
 
     def forked(self) -> None:
         """This process is a child that os.fork() made."""
-        if self.transport:
-            self.transport.forked()
+        for transport in self.transports:
+            transport.forked()
 
     def disconnect(self) -> None:
         """The session has ended, and its manager with it."""
-        if self.transport:
-            self.transport.close()
+        for transport in self.transports:
+            transport.close()
 
     def _refuse_shared_gpus(self) -> None:
         """Raises GeminiError, on all ranks, if two have the same GPU or only some have one."""
@@ -666,13 +774,17 @@ class Ranks:
                     "INVALID",
                 )
 
+    def _make_id(self, count: int) -> bytes:
+        """The id of a new group, of which this process is the first rank."""
+        transport = abi.TRANSPORT_NCCL if self.session.cuda else abi.TRANSPORT_SHARED
+        return self.session.manager.group_id(count, transport)
+
     def _group_id(self, start: Start) -> bytes:
         """Brings the id that rank 0 makes to all ranks, or the error that it met."""
         made: typing.Any = None
         if self.rank == 0:
-            transport = abi.TRANSPORT_NCCL if self.session.cuda else abi.TRANSPORT_SHARED
             try:
-                made = self.session.manager.group_id(self.count, transport)
+                made = self._make_id(self.count)
             except GeminiError as error:
                 made = error
         failed = isinstance(made, GeminiError)
@@ -683,12 +795,18 @@ class Ranks:
             raise GeminiError(f"rank 0: {sent[0]}", sent[1])
         return typing.cast(bytes, sent)
 
-    def _ended(self) -> str:
-        return ended_text(self.processes, self.rank)
+    def _hint(self) -> str:
+        """What an error of a group, which names ranks by their numbers in that, does not say, in words."""
+        ended, owners = ended_text(self.processes, self.rank), self.owners.get(EXPERTS)
+        if owners is None:
+            return ended
+        own, here = ", ".join(map(str, range(len(owners.members)))), ", ".join(map(str, owners.members))
+        return "; ".join(filter(None, [ended, f"in the group of experts, ranks {own} are ranks {here}"]))
 
-    def bucket_chunks(self) -> int:
-        """How many chunks of gradients are added together."""
-        return int(self.session.manager.group_stats(self.group)["bucket_chunks"])
+    @property
+    def group(self) -> int:
+        """The library's handle of the group of all ranks."""
+        return self.owners[""].group
 
     # ---- what ranks tell each other
     def exchange(self, mine: bytes) -> list[bytes]:
@@ -756,7 +874,7 @@ class Ranks:
             [
                 f"parameter {name} of {tuple(one.place.shape)}, {str(one.place.dtype).removeprefix('torch.')}, "
                 f"{'trained' if one.param.requires_grad else 'frozen'}, at byte {one.place.offset}"
-                f"{f', {one.division}' if one.division is not None else ''}"
+                f"{f', {one.division.where()}' if one.division is not None else ''}"
                 for name, one in records.items()
             ],
         )
@@ -916,3 +1034,14 @@ class Ranks:
     def elements(self, arena: int, itemsize: int) -> int:
         """The elements of an arena, all of which an update takes."""
         return self.session.manager.arena_info(arena).size_bytes // itemsize
+
+    def part_elements(self, arena: int, itemsize: int) -> int:
+        """The least elements of an arena that an update in the backward pass takes.
+
+        They are as many chunks as there are owners in a replica, or more: this rank's slices of these fill chunks of
+        their own, so that gradients that come next do not wait until a worker has read those of this part. They are
+        whole buckets, too.
+        """
+        manager, owners = self.session.manager, self.session.arenas.sliced[arena]
+        bucket_chunks = int(manager.group_stats(owners.group)["bucket_chunks"])
+        return math.lcm(owners.shard_size, bucket_chunks) * manager.config.chunk_bytes // itemsize

@@ -114,10 +114,11 @@ class Session:
         cache_policy: str = "lru",
         bucket_size: int | str = 0,
         transport: str = "auto",
+        expert_row: typing.Sequence[int] = (),
     ) -> None:
         """Arguments are those of libgemini.torch.init(); device_margin is its margin.
 
-        start: of several processes, or None. shard_size: 0: all of these.
+        start: of several processes, or None. shard_size: 0: all of these. expert_row: see ranks.expert_row().
         """
         self.device = device
         self.speculate = speculate
@@ -166,6 +167,7 @@ class Session:
                     shard_size,
                     parse_bytes(bucket_size, "bucket_size"),
                     transport,
+                    expert_row,
                 )
             except BaseException:
                 self.manager.close()

@@ -90,13 +90,39 @@ def summing():
     return concurrent.futures.ThreadPoolExecutor(SUMMING_THREADS)
 
 
+# ---- parts that ranks have
+def is_sliced(value):
+    """Whether a Place, Narrow or tensor is divided among ranks."""
+    return value.sliced if isinstance(value, Narrow) else isinstance(value, SlicedPlace)
+
+
+def entire(value):
+    """The shape that a Place, Narrow or tensor has in files, and the element there that its own ones begin at."""
+    return value.entire if is_sliced(value) else (tuple(value.shape), 0)
+
+
+def size_bytes(value):
+    """How many bytes a file has of a Place, Narrow or tensor."""
+    return math.prod(entire(value)[0]) * value.dtype.itemsize
+
+
+def part_of(entry, value):
+    """Of an entry that has the shape of entire(value): what is read into the value."""
+    begin = entire(value)[1] * entry.dtype.itemsize
+    return entry._replace(
+        shape=tuple(value.shape),
+        offset=entry.offset + begin,
+        size_bytes=value.shape.numel() * entry.dtype.itemsize,
+    )
+
+
 # ---- writing
 def split(tensors, most_bytes):
     """Splits (name, Place, Narrow or tensor) into lists of at most most_bytes each. A larger one gets its own list."""
     shards: list[list[tuple[str, typing.Any]]] = [[]]
     size = 0
     for name, value in tensors:
-        own = value.shape.numel() * value.dtype.itemsize
+        own = size_bytes(value)
         if shards[-1] and size + own > most_bytes:
             shards.append([])
             size = 0
@@ -127,8 +153,8 @@ def write(path, tensors, progress, ranks=None):
     for name, value in tensors:
         if value.dtype not in NAMES:
             raise GeminiError(f"{name} is of {value.dtype}, which is none of {', '.join(map(str, NAMES))}")
-        size = value.shape.numel() * value.dtype.itemsize
-        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [at, at + size]}
+        size = size_bytes(value)
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(entire(value)[0]), "data_offsets": [at, at + size]}
         entries.append((name, value, at, size))
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -164,15 +190,16 @@ def write(path, tensors, progress, ranks=None):
 
 
 def _store(fd, value, offset, size, first):
-    sliced = value.sliced if isinstance(value, Narrow) else isinstance(value, SlicedPlace)
+    sliced = is_sliced(value)
     if not size or not (first or sliced):
         return
+    offset += entire(value)[1] * value.dtype.itemsize
     if sliced and not value.contiguous:  # all ranks read it
         value.ranks.meet()  # some have taken longer to write what came before
         values = value.read().contiguous()
-        if first:
+        if not value.owners.index:
             _write(fd, _bytes_of(values), offset)
-    elif sliced and value.ranks.rank >= value.ranks.shard_size:
+    elif sliced and not value.owners.writes:
         return  # another replica writes them
     elif isinstance(value, Narrow) and value.contiguous:
         for at, piece in value.pieces(own=True):
