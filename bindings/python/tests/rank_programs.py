@@ -565,10 +565,17 @@ def refusals_of_dtensors(mesh, data):
     made = linear()
     if data.size() == 1:
         note("sgd", lambda: gm.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1)))
-    gm.prepare(made)
+    gm.prepare(made, adamw(made))
     weight = made[0].weight
     note("view", lambda: weight.t())
     note("unit", lambda: gm.unit(made[0]))
+    scale, own = torch.arange(64.0).view(8, 8), mesh["tensor"].get_local_rank()
+    (weight.full_tensor() * scale).sum().backward()
+    said["full_tensor()"] = f"{float(torch.linalg.vector_norm(weight.grad)):.2f}"
+    made.zero_grad()
+    (weight.to_local() * scale.chunk(2)[own]).sum().backward()
+    said["to_local()"] = f"{float(torch.linalg.vector_norm(weight.grad)):.2f}"
+    made.zero_grad()
     note("other gradients", lambda: weight.to_local(grad_placements=[Replicate()]))
     note("mixed", lambda: weight @ torch.ones(8))
     note("tensor()", lambda: torch.tensor(weight))

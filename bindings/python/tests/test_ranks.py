@@ -578,7 +578,9 @@ def test_ranks_with_less_data_join(outcomes, name):
         assert "rank 1 has no batch at all" in one["empty"] and "libgemini.torch.join" in one["wrapper"]
 
 
-REFUSED = {  # what is refused of DTensors, and words of why
+REFUSED = {  # what is refused of DTensors, and words of why; and norms of gradients that go through functions
+    "full_tensor()": "292.14",  # the root of the sum of the squares of 0 to 63
+    "to_local()": "292.14",
     "uneven": "cannot be divided into 2 equal parts",
     "two dimensions": "over a mesh of 2 dimensions",
     "gradient": "gradient from before prepare()",

@@ -192,9 +192,14 @@ class ManagedLocal(ManagedTensor):
         )
         return managed
 
-    def full_tensor(self) -> torch.Tensor:
-        """A copy of the whole, as of a DTensor. All processes of the mesh have to call it."""
-        return typing.cast(torch.Tensor, typing.cast(typing.Any, self.detach().clone()).full_tensor())
+    def full_tensor(self, *, grad_placements: typing.Sequence[typing.Any] | None = None) -> torch.Tensor:
+        """A copy of the whole, as of a DTensor. All processes of the mesh have to call it.
+
+        Args:
+            grad_placements: As of a DTensor.
+        """
+        whole = typing.cast(typing.Any, self.clone())
+        return typing.cast(torch.Tensor, whole.full_tensor(grad_placements=grad_placements))
 
     def __deepcopy__(self, memo):
         with torch.no_grad():
