@@ -548,6 +548,27 @@ def test_weights_stay_in_their_files(session, tmp_path, host, dtype):
         assert torch.equal(generate(model, prompt(1, 8)), want)
 
 
+@pytest.mark.parametrize("built", ["in place", "meta"])
+def test_weights_that_no_memory_can_have_are_refused_before_any_is_read(session, tmp_path, built):
+    """A model whose weights lie in files may be larger than the session's memory; what is read into it may not."""
+    model, other = llama(), llama(seed=5)
+    model.save_pretrained(tmp_path / "first")
+    other.save_pretrained(tmp_path / "second")
+    want = generate(model, prompt(1, 8))
+    session(share_of(model, 0.4), host_memory=share_of(model, 0.4))
+    if built == "in place":
+        managed = gm.infer(tmp_path / "first", in_place=True)
+    else:
+        with torch.device("meta"):
+            managed = llama()
+    with pytest.raises(gm.GeminiError, match=f"{weights(model)} bytes of weights are to be read.*want more in all"):
+        gm.load_weights(managed, tmp_path / "second")
+    if built == "in place":
+        assert torch.equal(generate(managed, prompt(1, 8)), want)
+    else:
+        assert all(param.is_meta for param in managed.parameters())
+
+
 def test_weights_in_files_are_written_once(session, tmp_path):
     """Weights that come from elsewhere, with less host memory than they have, lie in the session's files: written once,
     then only read."""

@@ -609,6 +609,15 @@ def _read_all(jobs, progress, borrows, asks):
             os.close(fd)
 
 
+def _gets_place(value):
+    """Whether a value that is no place yet is a parameter on the meta device that gets one."""
+    return (
+        value.is_meta
+        and isinstance(value, nn.Parameter)
+        and (value.dtype in DTYPES or type(value) is nn.Parameter and can_wrap(value.dtype))
+    )
+
+
 def _weight_job(session, entry, name, value, quantized):
     """Where a weight goes: into the existing place or tensor; for a parameter on the meta device into a new place.
 
@@ -618,9 +627,7 @@ def _weight_job(session, entry, name, value, quantized):
         return tensorfile.part_of(entry, _stored(value)), lambda: _stored(value), lambda: internals.note_write(value)
     if id(value) in quantized:
         return entry, lambda: adopt_buffer(session, value, name, fill=False), lambda: None
-    if isinstance(value, nn.Parameter) and (
-        value.dtype in DTYPES or type(value) is nn.Parameter and can_wrap(value.dtype)
-    ):
+    if _gets_place(value):
         record = Record(session, value, name)
 
         def allocate():
@@ -686,6 +693,8 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
                 raise GeminiError(text, "FORMAT")
             logger.warning("%s", text)
         buffers = _meta_buffers(model)
+        if not borrows and not session.ranks:
+            _refuse_too_many_bytes(session, folder, plan)
     wanted = [entry for entry, _, _ in plan] + [entry for _, _, parts in states for entry in parts.values()]
     if verify:
         with together(session, mesh):
@@ -714,6 +723,24 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
             for _, _, value in plan:
                 if getattr(value, "_gm_record", None) is not None:
                     value._gm_record.renew_master(whole=True)
+
+
+def _refuse_too_many_bytes(session, folder, plan):
+    """Raises GeminiError if weights that are to be read into the session need more than all of its memory, before any
+    of the old ones is overwritten. Of weights that lie in files the session may have less memory.
+
+    plan: See _plan_weights().
+    """
+    stored = [_stored(value) for _, _, value in plan]
+    needed = sum(one.size_bytes if isinstance(one, Place) else one.nbytes * _gets_place(one) for one in stored)
+    budgets = session.manager.stats()["budget_bytes"]
+    if needed > sum(budgets.values()):
+        held = ", ".join(f"{name} {size}" for name, size in budgets.items())
+        raise GeminiError(
+            f"{folder.path}: {needed} bytes of weights are to be read into the session, whose budgets are {held}: want "
+            "more in all",
+            "OOM_HOST",
+        )
 
 
 @contextlib.contextmanager
