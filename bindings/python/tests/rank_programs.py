@@ -700,9 +700,9 @@ def divided(*, parts, folder, clip=0.1, **more):
 def expert_mesh(parts):
     """Of all processes, in rows of `parts`, each of which has all experts."""
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
-    shape = torch.distributed.get_world_size() // parts, parts
-    return torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "experts"))["experts"]
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+    shape, names = (torch.distributed.get_world_size() // parts, parts), ("copies", "experts")
+    return torch.distributed.device_mesh.init_device_mesh(DEVICE, shape, mesh_dim_names=names)["experts"]
 
 
 def expert_parallel(

@@ -15,6 +15,7 @@ import torch
 import rank_programs
 import started
 from libgemini.torch import narrow
+from test_expert_parallel import alone as experts_of_one_process
 from test_ranks import NADAM, by_one_process, check, good, run, same_bits, same_state, start
 
 SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -139,6 +140,21 @@ def test_torch_distributed_carries_what_ranks_exchange(tmp_path):
     more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
     found = good(run(tmp_path, 2, "training", more, 120, **CLIPPED, zero=3, transport="torch"))
     check(found, on_the_cpu(by_one_process(**CLIPPED)))
+
+
+@pytest.mark.skipif(SHARED, reason="torch's own NCCL sends tokens, which wants a GPU for each rank")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_are_divided_among_ranks(tmp_path, ranks):
+    """Two parts of them, of which each rank, or each two, have one."""
+    if not DRY and torch.cuda.device_count() < ranks:
+        pytest.skip(f"torch sees less than {ranks} GPUs")
+    more = {**ENVIRONMENT, "RANK_PROGRAMS_SECONDS": "110"}
+    case = {"parts": 2, "clip": 0.2, "zero": 3, "batches": 2}
+    found = good(run(tmp_path, ranks, "expert_parallel", more, 120, **case))
+    wanted = experts_of_one_process(**case)
+    assert min(wanted["norms"]) > case["clip"]
+    check(found, on_the_cpu(wanted))
+    assert all((outcome["gathered"][1] > 0) == (ranks > 2) for outcome in found)
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path):

@@ -54,7 +54,7 @@ def outcomes(tmp_path_factory):
 
 def alone(*, dtype="float32", optimizer=None, loaded=None, **more):
     """What torch alone computes from the whole batch, with all experts."""
-    made = Mixture(VOCAB, rank_programs.WIDTH)
+    made = Mixture(VOCAB, rank_programs.WIDTH).to(rank_programs.DEVICE)
     optimizer = rank_programs.optimizer_of(made, **(optimizer or {}))
     more = {name: value for name, value in more.items() if name not in ("parts", "zero", "early", "options", "kept")}
     out = rank_programs.steps(made, optimizer, "tokens", begin=0, end=rank_programs.ROWS, **more)
