@@ -316,7 +316,8 @@ static void plan_evict(gmi_manager_t *m, variant_t *v, uint32_t op, uint32_t pie
     gmi_chunk_t *c = b->chunk_of[b->plan.evicts[i].chunk];
     /* still in use: it is evicted when its frame is needed */
     if (gmi_chunk_device_users(c) || gmi_chunk_is_pinned(c)) continue;
-    if (piece != GMI_NO_PIECE && may_be_late(m, b, c)) gmi_chunk_leaves_late(m, c);
+    /* The copy of an op's chunk waits for the op; behind it, those of states would, whose frames pieces wait for. */
+    if ((piece != GMI_NO_PIECE || gmi_updates_deferred(m)) && may_be_late(m, b, c)) gmi_chunk_leaves_late(m, c);
     else if (gmi_chunk_evict(m, c, GEMINI_REASON_PLAN))
       gmi_log(m, GEMINI_LOG_WARNING, "planned eviction: %s", gmi_fail_message());
   }

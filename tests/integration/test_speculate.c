@@ -842,6 +842,48 @@ static void test_speculate_is_kept_where_an_arena_cannot_be_destroyed(void) {
   model_close(&t);
 }
 
+/* The parameters of an operator wait for it where they are while pieces are left: what is queued behind their copies
+ * would wait, too. */
+static void test_parameters_leave_behind_the_states_of_pieces_that_are_left(void) {
+  enum { MORE = 200 };
+  gemini_config_t c = world_config(OWN + MORE + 8, OWN + MORE + 8, 0);
+  c.placement = GEMINI_PLACEMENT_STATIC;
+  c.static_param_fraction = 0;
+  c.static_optim_fraction = 1;
+  c.sim_d2h_bytes_per_s = UINT64_C(100) << 20;
+  model_t t = model_with(c);
+  const gemini_arena_t more = world_arena(&t.w, GEMINI_KIND_OTHER, 1, "more", NULL, NULL);
+  const gemini_tensor_t tensor = world_tensor(&t.w, more, "more", MORE * CHUNK);
+  uint64_t there[2] = { 0, 0 };
+  for (uint64_t step = 100; step < 106; step++) {
+    OK(gemini_iteration_begin(t.w.mgr));
+    for (uint64_t unit = 0; unit < UNITS; unit++) {
+      op(&t, PARAM, unit, GEMINI_READ, 0, 100);
+      const gemini_access_t part = world_part(t.arena[PARAM], unit * CHUNK, 512, 0, DEVICE);
+      uint64_t bytes;
+      OK(gemini_tier_bytes(t.w.mgr, &part, &bytes));
+      if (step == 105) there[unit == UNITS - 1] += bytes;
+    }
+    for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 100);
+    OK(gemini_op_begin(t.w.mgr, "more", t.w.stream));
+    gemini_access_t a = world_whole(tensor, GEMINI_WRITE, DEVICE); /* leaves behind it, which takes 125 ms */
+    OK(gemini_acquire(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_release(t.w.mgr, &a, 1, t.w.stream));
+    OK(gemini_op_end(t.w.mgr));
+    OK(update(&t, LATE, (rule_t){ .salt = step }, 0, 0));
+    plain_update(&t, step, 0, ELEMENTS);
+    OK(gemini_iteration_end(t.w.mgr));
+  }
+  CHECK_EQ(there[0], (UNITS - 1) * 512);
+  CHECK_EQ(there[1], 0); /* no piece is left behind the last one */
+  OK(gemini_update_wait(t.w.mgr));
+  CHECK(plan_says(&t, "4 pieces on the device, 0 on the host"));
+  model_expect(&t, DEVICE);
+  model_expect(&t, HOST);
+  CHECK_EQ(world_stats(&t.w).departures, 0);
+  model_close(&t);
+}
+
 int main(void) {
   RUN(test_speculate_changes_nothing_until_the_commit);
   RUN(test_speculate_takes_and_gives_back_spare_memory);
@@ -857,6 +899,7 @@ int main(void) {
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
+  RUN(test_parameters_leave_behind_the_states_of_pieces_that_are_left);
   RUN(test_update_on_the_device_leaves_states_until_frames_are_needed);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   RUN(test_speculate_is_kept_where_an_arena_cannot_be_destroyed);
