@@ -82,9 +82,10 @@ class Mixture(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Experts(width, mesh) for _ in range(2))
         self.last = nn.Linear(width, vocabulary)
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.tokens(input_ids)
         for layer in self.layers:
             x = x + layer(x)
-        return {"loss": nn.functional.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())}
+        return {"loss": nn.functional.cross_entropy(self.last(x * (1 + self.scale / 100)).flatten(0, 1), labels.flatten())}

@@ -697,12 +697,12 @@ def divided(*, parts, folder, clip=0.1, **more):
         torch.distributed.destroy_process_group()
 
 
-def expert_mesh(parts):
-    """Of all processes, in rows of `parts`, each of which has all experts."""
+def expert_mesh(parts, rows=None):
+    """Of all processes, in rows of `parts`, each of which has all experts; or in these rows."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
-    shape, names = (torch.distributed.get_world_size() // parts, parts), ("copies", "experts")
-    return torch.distributed.device_mesh.init_device_mesh(DEVICE, shape, mesh_dim_names=names)["experts"]
+    rows = rows or torch.arange(torch.distributed.get_world_size()).view(-1, parts).tolist()
+    return torch.distributed.device_mesh.DeviceMesh(DEVICE, rows, mesh_dim_names=("copies", "experts"))["experts"]
 
 
 def expert_parallel(
@@ -716,6 +716,7 @@ def expert_parallel(
     saved=None,
     loaded=None,
     options=None,
+    rows=None,
     **more,
 ):
     """Trains a mixture of which each of `parts` ranks has some experts, and saves it.
@@ -723,9 +724,10 @@ def expert_parallel(
     saved: a folder that it is saved into in the end.
     loaded: a folder that it is loaded from before; then it is not trained.
     options: of init().
+    rows: of the mesh.
     """
     rank, count = rank_and_count()
-    mesh = expert_mesh(parts)
+    mesh = expert_mesh(parts, rows)
     with session(zero, expert_mesh=mesh, **(options or {})) as opened:
         made = Mixture(VOCAB, WIDTH, mesh).to(getattr(torch, dtype))
         made, optimizer = gm.prepare(
@@ -779,6 +781,15 @@ def refused_experts():
         made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), mesh, [placement]))
         gm.prepare(made)
 
+    with session(expert_mesh=mesh, device_memory="2MiB"):
+        made = Mixture(VOCAB, WIDTH, mesh)
+        made, optimizer = gm.prepare(made, adamw(made))
+        rank, _ = rank_and_count()
+        made(**rows("tokens", 0, **share(count, rank)))["loss"].backward()
+        gradients = [param.grad for param in made.parameters()]
+        norms = [float(nn.utils.get_total_norm(gradients, foreach=foreach)) for foreach in (None, False, True)]
+        said["foreach"] = f"{len(set(norms))} norm"
+        optimizer.zero_grad()
     with session(expert_mesh=mesh):
         note("join", lambda: gm.join([0]))
         note("columns", lambda: prepare(Shard(1)))
@@ -794,6 +805,25 @@ def refused_experts():
     )
     note("only one", lambda: gm.init(device="cpu", expert_mesh=None if rank_and_count()[0] else mesh, **SIZES))
     return {"said": said}
+
+
+def goes_on(*, model):
+    """Trains after a backward pass that an exception has ended, on all ranks."""
+    rank, count = rank_and_count()
+    with session():
+        made = build(model)
+        made, optimizer = gm.prepare(made, adamw(made))
+
+        def fail(*_):
+            raise ArithmeticError("no gradient")
+
+        hook = made.transformer.h[0].register_full_backward_hook(fail)
+        try:
+            steps(made, optimizer, model, **share(count, rank), count=1)
+        except ArithmeticError:
+            hook.remove()
+        optimizer.zero_grad()
+        return {**steps(made, optimizer, model, **share(count, rank)), "state": state(made, optimizer)}
 
 
 def full_disk(*, folder):

@@ -30,6 +30,7 @@ CASES = {  # by ranks and name: how many ranks divide the experts, and more
     (4, "replicas of replicas"): {"parts": 1, "clip": CLIP, "options": {"shard_size": 2, "device_memory": "2MiB"}},
     (4, "torch"): {"parts": 2, "clip": CLIP, **TWO, "options": {"transport": "torch"}},
     (4, "SGD"): {"parts": 2, "clip": CLIP, "optimizer": SGD},
+    (4, "rows in other orders"): {"parts": 2, "clip": CLIP, "rows": [[0, 1], [3, 2]]},
     (4, "unclipped"): {"parts": 2},
     (4, "early"): {"parts": 2, "early": True},
     (4, "bf16"): {"parts": 2, "clip": CLIP, **BF16},
@@ -52,11 +53,14 @@ def outcomes(tmp_path_factory):
     return out
 
 
+LEFT_OUT = ("parts", "zero", "early", "options", "kept", "rows")  # of what one process does
+
+
 def alone(*, dtype="float32", optimizer=None, loaded=None, **more):
     """What torch alone computes from the whole batch, with all experts."""
     made = Mixture(VOCAB, rank_programs.WIDTH).to(rank_programs.DEVICE)
     optimizer = rank_programs.optimizer_of(made, **(optimizer or {}))
-    more = {name: value for name, value in more.items() if name not in ("parts", "zero", "early", "options", "kept")}
+    more = {name: value for name, value in more.items() if name not in LEFT_OUT}
     out = rank_programs.steps(made, optimizer, "tokens", begin=0, end=rank_programs.ROWS, **more)
     return {**out, "counts": [layer.counts for layer in made.layers], "state": rank_programs.state(made, optimizer)}
 
@@ -107,6 +111,7 @@ def test_a_rank_that_ends_is_named(tmp_path):
 
 
 REFUSED = {  # calls, meshes and DTensors, and words of why
+    "foreach": "1 norm",  # is told
     "join": "give all processes equally many batches",
     "columns": "want Shard(0)",
     "whole": "want Shard(0)",
@@ -138,8 +143,14 @@ def test_checkpoints_know_no_number_of_parts(tmp_path):
         assert gm.load(first, made, optimizer) == {"step": 4}
         same_bits(rank_programs.state(made, optimizer), saved["state"])
         gm.save(second, made, optimizer, extra={"step": 4})
-    for ranks, parts, folder in (2, 2, first), (4, 4, first), (4, 2, second):
-        for one in good(run(tmp_path, ranks, "expert_parallel", parts=parts, loaded=folder, **kept)):
+    reversed_rows = {"rows": [[1, 0], [3, 2]]}
+    for ranks, parts, folder, more in (
+        (2, 2, first, {}),
+        (4, 4, first, {}),
+        (4, 2, second, reversed_rows),
+        (2, 1, second, {"options": {"device_memory": "2MiB"}}),
+    ):
+        for one in good(run(tmp_path, ranks, "expert_parallel", parts=parts, loaded=folder, **kept, **more)):
             same_bits(one["state"], saved["state"])
             assert one["extra"] == {"step": 4}
 

@@ -389,6 +389,65 @@ def test_a_number_is_frozen_and_trained_in_turns(session, optimizer):
     alike(session, Scaled, run, optimizer=optimizer)
 
 
+class Scaled(nn.Module):
+    """Layers whose outputs a number multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_graph_from_before_a_freezing_that_was_taken_back_trains_the_number(session, called):
+    """Several times: at the first one the parameter gets another C++ tensor."""
+
+    def run(model, optimizer):
+        found = []
+        for _ in range(3):
+            loss = model(X)
+            model.requires_grad_(False)
+            if called:
+                with torch.no_grad():
+                    found.append(model(X))
+            model.requires_grad_(True)
+            loss.backward()
+            found.append(model.scale.grad.clone())
+            model(X).backward()
+            found.append(model.scale.grad.clone())
+            optimizer.step()
+            found.append(model.scale.detach().clone())
+            optimizer.zero_grad()
+        loss = model(X)
+        model.requires_grad_(False)
+        loss.backward()
+        return [*found, torch.tensor(model.scale.grad is None)]
+
+    alike(session, Scaled, run)
+
+
+def test_a_number_that_was_frozen_gets_gradients_before_the_next_pass(session):
+    def run(model, optimizer):
+        found = []
+        for _ in range(2):
+            model(X).backward()
+            model.scale.requires_grad_(False)
+            model.scale.requires_grad_(True)
+            (model.scale * 2).backward()
+            found.append(model.scale.grad.clone())
+            optimizer.step()
+            found.append(model.scale.detach().clone())
+            optimizer.zero_grad()
+        return found
+
+    alike(session, Scaled, run)
+
+
 def test_a_graph_from_before_the_freezing_goes_backward(session):
     def run(model, optimizer):
         loss = (model.first(X) * model.slope).square().mean()

@@ -227,6 +227,7 @@ OTHERS = {
     "no unit": ("training", {"model": "branches", "branches": [[0, 1], [0, 2]]}),
     "resumed": ("resumed", {"model": "gpt2"}),
     **{f"{name} resumed": ("resumed", {**BF16, "kept": kept}) for name, (kept, _) in RESUMED.items()},
+    "goes on": ("goes_on", {"model": "gpt2"}),
     "written": ("written", {}),
     "written, zero 1": ("written", {"zero": 1}),
     "clamped": ("clamped", {}),
@@ -318,6 +319,10 @@ def test_blocks_are_acquired_together_on_all_ranks_or_on_none(outcomes):
             assert outcome["blocks"] == ([2] if name in ("blocks", "large blocks all the same") else [])
             same_state(outcome, other)
             assert outcome["losses"] == other["losses"] and outcome["norms"] == other["norms"]
+
+
+def test_ranks_go_on_after_a_backward_pass_that_an_exception_has_ended(outcomes):
+    check(good(outcomes[2, "goes on"]), by_one_process("gpt2"))
 
 
 def test_replicas_compute_what_one_process_computes(outcomes):

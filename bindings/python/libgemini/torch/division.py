@@ -22,7 +22,7 @@ from torch import nn
 from ..abi import GeminiError
 from . import internals
 from .internals import plain as _plain
-from .ranks import EXPERTS, fail_together, gather_objects
+from .ranks import EXPERTS, fail_together, gather_objects, processes_of
 from .tensors import (
     _AUTOGRAD,
     _DATA,
@@ -79,6 +79,11 @@ class Division:
         self.placement = whole.placements[0]
         self.shape, self.stride = whole.shape, whole.stride()
         self.known: tuple[typing.Any, typing.Any] = None, None  # the norm of the part, and that of the whole
+
+    @property
+    def is_saved_whole(self) -> bool:
+        """Whether checkpoints have the parameter as if it were not divided."""
+        return self.owners is not None or self.mesh.size() == 1
 
     @property
     def part(self) -> int:
@@ -249,7 +254,8 @@ def _is_gradient(value: typing.Any) -> bool:
 def _norm_of(tensor: typing.Any, order: typing.Any, **kwargs: typing.Any) -> torch.Tensor:
     """The norm of the whole of a gradient, or of another managed tensor."""
     if not _is_gradient(tensor):
-        return typing.cast(torch.Tensor, _serve(torch.linalg.vector_norm, (tensor, order), kwargs))
+        serve = _serve if isinstance(tensor, ManagedLocal) else _dispatch
+        return typing.cast(torch.Tensor, serve(torch.linalg.vector_norm, (tensor, order), kwargs))
     if order != 2 or set(kwargs) - {"dtype"}:
         _refuse(tensor, f"of its gradient only the 2-norm of all elements is known, not vector_norm(ord={order})")
     norm = _gradient_of(tensor).norm
@@ -389,7 +395,7 @@ def _processes(session: Session) -> list[int]:
 def _owners_of(session: Session, mesh: typing.Any) -> Owners | None:
     """The ranks of the session that have the same part of what is divided over a mesh, if that is one of experts."""
     owners, processes = session.ranks and session.ranks.owners.get(EXPERTS), _processes(session)
-    if not owners or mesh.mesh.tolist() != [processes[one] for one in owners.row]:
+    if not owners or mesh.get_coordinate() is None or processes_of(mesh) != [processes[one] for one in owners.row]:
         return None
     return owners
 
@@ -473,7 +479,7 @@ class Mesh:
             name: typing.cast(typing.Any, param)._gm_division
             for name, param in model.named_parameters(remove_duplicate=False)
             if getattr(param, "_gm_division", None) is not None
-            and not typing.cast(typing.Any, param)._gm_division.owners  # whose parts are in one file
+            and not typing.cast(typing.Any, param)._gm_division.is_saved_whole
         }
         self.layouts = {name: one.layout() for name, one in divisions.items()}
         meshes = [one.mesh for one in divisions.values()]

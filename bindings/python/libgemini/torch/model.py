@@ -83,6 +83,7 @@ class Record:
         self.view: ManagedTensor | None = None  # param.grad, once it was read
         self.generation = 0  # how many gradients came before the stored one
         self.hook: typing.Any = None
+        self.former: typing.Any = None  # of one without dimensions that was frozen: see thaw()
         # Hooks before and after those of the user; see show(). None while there was none in a unit.
         self.around: tuple[typing.Any, typing.Any] | None = None
         self.early = False  # whether the backward pass updates it, as soon as its gradient is complete
@@ -312,6 +313,27 @@ class Record:
                 self.hook = self.param.register_post_accumulate_grad_hook(self.take_gradient)
                 if _get_grad(self.param) is not None:  # it had a gradient before it was prepared
                     self.note_given()
+
+    def thaw(self):
+        """Serves requires_grad_() of a parameter without dimensions, which has got another C++ tensor when it was
+        frozen: a graph from before gives its gradient to the former one."""
+        with _plain():
+            trained, former = self.param.requires_grad, self.former
+            if trained and self.trainable and self.hook is None:
+                self.attach()
+            if former is None or former.requires_grad == trained:
+                return
+            former.requires_grad_(trained)
+            if trained and not getattr(former, "_post_accumulate_grad_hooks", None):
+                former.register_post_accumulate_grad_hook(self.take_over)
+
+    def take_over(self, former):
+        """A hook: the former C++ tensor has a gradient, which is the parameter's."""
+        with _plain(), torch.no_grad():
+            param, left, gradient = self.param, _get_grad(self.param), _get_grad(former)
+            _set_grad(former, None)
+            _set_grad(param, gradient if left is None else left + gradient)
+        self.take_gradient(param)
 
     def unhook(self):
         """Ends what attach() has begun, as the session is closed. Python's garbage collector does not see such a hook,

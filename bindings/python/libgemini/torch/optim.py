@@ -255,6 +255,8 @@ class Optimizer(torch.optim.Optimizer):
         if type(self.inner).zero_grad is not torch.optim.Optimizer.zero_grad:  # it may clear more than gradients
             return self.inner.zero_grad(set_to_none)
         self.find_new()
+        if self.session.ranks:  # a pass that an exception has ended ends here, and makes no gradients afterwards
+            self.session.backward.settle()
         for record in self.records:
             if set_to_none or self.session.ranks:
                 record.set_gradient(None)

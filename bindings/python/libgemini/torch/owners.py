@@ -25,7 +25,7 @@ class Owners:
         index: Which of them this process is.
         shard_size: How many of them divide the parameters; several replicas of so many have the same.
         group: The library's handle of their group.
-        rows: The ranks of each row of the mesh, in its order; a row has all parts.
+        rows: The ranks of each row of the mesh, in the order of the parts; a row has all of them.
     """
 
     name: str

@@ -96,8 +96,14 @@ def _of_mesh(mesh: DeviceMesh, shard_size: int | None) -> tuple[typing.Any, int]
     return dist.group.WORLD, mesh.size(1)
 
 
+def processes_of(mesh: typing.Any) -> list[int]:
+    """The processes of a mesh of one dimension, in the order of the parts that they have of a DTensor: that of torch's
+    group, which is not always the mesh's."""
+    return list(dist.get_process_group_ranks(mesh.get_group()))
+
+
 def expert_row(mesh: typing.Any, process_group: typing.Any) -> list[int]:
-    """The ranks of a session among which a mesh of experts divides these, in the order of the mesh; [] without one.
+    """The ranks of a session among which a mesh of experts divides these, in the order of the parts; [] without one.
 
     Args:
         mesh: What init() was given.
@@ -111,7 +117,9 @@ def expert_row(mesh: typing.Any, process_group: typing.Any) -> list[int]:
     if not dist.is_available() or not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         what = f"a mesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else f"a {type(mesh).__name__}"
         raise GeminiError(f"expert_mesh is {what}: want a DeviceMesh of one, such as mesh['experts']", "INVALID")
-    members, own = mesh.mesh.tolist(), dist.get_rank()
+    if mesh.get_coordinate() is None:
+        raise GeminiError(f"expert_mesh is of processes {mesh.mesh.tolist()}, without this one", "INVALID")
+    members, own = processes_of(mesh), dist.get_rank()
     processes = [own] if process_group is None else dist.get_process_group_ranks(process_group)
     if own not in members or not {*members} <= {*processes}:
         raise GeminiError(
@@ -655,7 +663,8 @@ class Ranks:
             shard_size: Ranks of a replica; 0: all.
             bucket_size: Bytes of gradients that are added in one call; 0: chosen.
             transport: As of init().
-            expert_row: The ranks of this process's row of the mesh of experts, in its order; see expert_row().
+            expert_row: The ranks of this process's row of the mesh of experts, in the order of the parts; see
+                expert_row().
 
         Raises:
             GeminiError: Ranks have different options; or a group cannot be made.
@@ -729,7 +738,7 @@ class Ranks:
         """Opens the group of the ranks that have the same experts as this one. All ranks have to call it.
 
         Args:
-            row: The ranks of this process's row of the mesh, in its order.
+            row: The ranks of this process's row of the mesh, in the order of the parts.
 
         Raises:
             GeminiError: The rows do not divide all ranks; or a group cannot be made.

@@ -832,6 +832,9 @@ def _requires_grad(func, args, kwargs):
         except BaseException:
             tensor.requires_grad_()
             raise
+    record = tensor._gm_record
+    if record is not None:
+        record.thaw()
     return out
 
 
@@ -964,7 +967,7 @@ def _mul(func, args, kwargs):
     """Multiplies a gradient, as clipping does, when it is read next. No bytes move for it."""
     record = _gradient_of(args[0])
     factor = _number(args[1]) if record is not None and len(args) == 2 and not kwargs else None
-    if factor is not None and isinstance(args[1], _Tensor) and not args[0].dim():
+    if factor is not None and isinstance(args[1], _Tensor) and not args[0].dim() and not record.session.ranks:
         factor = None  # two tensors without dimensions: their dtypes count alike
     if factor is None or not _is_whole(args[0], record) or not record.multiply(factor):
         return _run(func, args, kwargs)
@@ -1282,6 +1285,8 @@ def become_number(tensor):
         raw = out._gm_raw
         _exchange(tensor, out, type(out))
     tensor._gm_raw = raw
+    if record is not None:
+        record.former = out  # which has the C++ tensor now
 
 
 def become_tensor(tensor):
