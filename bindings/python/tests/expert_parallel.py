@@ -88,4 +88,6 @@ class Mixture(nn.Module):
         x = self.tokens(input_ids)
         for layer in self.layers:
             x = x + layer(x)
-        return {"loss": nn.functional.cross_entropy(self.last(x * (1 + self.scale / 100)).flatten(0, 1), labels.flatten())}
+        return {
+            "loss": nn.functional.cross_entropy(self.last(x * (1 + self.scale / 100)).flatten(0, 1), labels.flatten())
+        }

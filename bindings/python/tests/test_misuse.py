@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 import gc
 import subprocess
 import sys
+import warnings
 import weakref
 
 import pytest
@@ -477,6 +478,37 @@ class Buffered(nn.Module):
         if self.buffer.dtype == torch.int32:
             return nn.functional.embedding(self.buffer, self.weight)
         return x * self.weight.sum() * self.buffer
+
+
+LEFT_BEHIND = {  # what has a parameter's bytes beside the model
+    "a view in an attribute": lambda model: setattr(model, "view", model.weight.t()),
+    "data in a list": lambda model: [model.weight.data],
+    "a state dict": lambda model: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_BEHIND)
+def test_tensors_over_parameters_that_are_left_behind_are_warned_of(session, name):
+    session()
+    model = nn.Linear(8, 8)
+    kept = LEFT_BEHIND[name](model)
+    with pytest.warns(UserWarning, match="parameter weight shares its bytes with a tensor that is none of the model"):
+        gm.prepare(model)
+    del kept
+
+
+def test_models_whose_own_tensors_share_bytes_are_not_warned_of(session):
+    session()
+    model = nn.ModuleList([nn.LSTM(8, 8), nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)])
+    model[2].weight = model[1].weight
+    model.register_buffer("part", model[1].weight.detach()[:2])
+    whole = torch.zeros(2, 8)
+    model.extend([nn.Linear(8, 1, bias=False) for _ in range(2)])
+    model[4].weight.data, model[5].weight.data = whole.split(1)
+    del whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gm.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("what", ("view", "indices"))

@@ -130,6 +130,6 @@ def _alone():
 _ALONE = _alone()
 
 
-def shared(tensor):
-    """Whether another tensor shares memory with a tensor; None if torch does not report it."""
-    return None if _ALONE is None else _users(tensor) > _ALONE
+def shared(tensor, among=1):
+    """Whether more tensors than so many, a tensor among them, share its memory; None if torch does not report it."""
+    return None if _ALONE is None else _users(tensor) > _ALONE + among - 1

@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -1013,6 +1014,7 @@ class Model:
         params = dict(module.named_parameters())
         self.refuse_aliases(params)
         views = self.buffers_over(params)
+        self.tell_who_stays_behind(params)
         strangers = sum(param.nbytes for param in params.values() if not isinstance(param, ManagedTensor))
         self.records = {}
         with Progress("moving the model in", strangers, session.progress) as progress:
@@ -1041,6 +1043,26 @@ class Model:
         self.blocks = Blocks(session, module)
         for record in self.records.values():
             record.guard()
+
+    def tell_who_stays_behind(self, params: dict[str, nn.Parameter]) -> None:
+        """Warns if a tensor that is none of the model's has the bytes of a parameter that is about to be moved: it
+        keeps these bytes, which training does not change any more.
+        """
+        values = [value for value in (*params.values(), *self.module.buffers()) if has_storage(value)]
+        bases = [value._base for value in values if value._is_view()]  # which views keep
+        distinct = {id(value): value for value in (*values, *bases) if value is not None}
+        known = collections.Counter(internals.storage_number(value) for value in distinct.values())
+        for name, param in params.items():
+            if isinstance(param, ManagedTensor) or not has_storage(param):
+                continue
+            if shared(param, known[internals.storage_number(param)]):
+                warnings.warn(
+                    f"parameter {name} shares its bytes with a tensor that is none of the model, such as a detach() or "
+                    "a view of it, or of a state dict, or a graph of a pass from before: that keeps the values of now, "
+                    "while the parameter gets bytes of its own. Make it after prepare()",
+                    stacklevel=6,
+                )
+                return
 
     def tell_what_stays(self, params: dict[str, nn.Parameter]) -> None:
         """Warns if frozen parameters stay in torch's memory, and says why."""
