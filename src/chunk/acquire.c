@@ -82,7 +82,8 @@ static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *acce
       return GEMINI_OK;
     }
     m->stats.acquire_misses += !fresh; /* a fresh chunk fetches nothing */
-    return gmi_chunk_fetch(m, c, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT);
+    /* The frame that a fresh one had before may be that of the op before, whose copy to the host it would wait for. */
+    return gmi_chunk_fetch(m, c, fresh, GEMINI_REASON_DEMAND, GMI_TAKE_EVICT | (fresh ? GMI_TAKE_READY : 0));
   }
   if (fresh) {
     if (gmi_chunk_io(c)) { /* a read whose bytes will be overwritten still writes into the slot */

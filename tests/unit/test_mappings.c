@@ -183,8 +183,11 @@ static void test_who_is_due_leaves_while_the_link_is_idle(void) {
   world_close(&w);
 }
 
+/* Until somebody opens, or, so that a test which waits for it fails, for some seconds. */
 static void stand_still(void *user) {
-  while (!atomic_load((_Atomic bool *)user)) usleep(100);
+  _Atomic bool *open = user;
+  for (int i = 0; i < 50000 && !atomic_load(open); i++) usleep(100);
+  atomic_store(open, true);
 }
 /* The frame that an arena's first chunk would get. */
 static uint32_t frame_for(const world_t *w, uint32_t flags, uint32_t *former_out) {
@@ -198,33 +201,55 @@ static uint32_t frame_for(const world_t *w, uint32_t flags, uint32_t *former_out
   gmi_unlock(m);
   return frame;
 }
-/* The first chunk's former frame is in use by queued work of the last one; others have been free for longer. */
-static void test_who_must_not_wait_gets_another_frame(void) {
+/* All chunks have left. The first one's former frame is in use by queued work of the last one, until open is true; others
+ * have been free for longer. */
+static world_t with_a_frame_in_use(gemini_arena_t *arena_out, _Atomic bool *open) {
   gemini_config_t c = world_config(1, 1, 0);
   c.chunk_bytes = W;
   c.device_bytes = FRAMES * W;
   c.host_bytes = (FRAMES + 2) * W;
   world_t w = world_open(c);
   uint64_t offset;
-  uint32_t former;
-  _Atomic bool open = false;
-  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
+  const gemini_arena_t arena = *arena_out = world_arena(&w, GEMINI_KIND_OTHER, 4, "a", 0, 0);
   CHECK_OK(gemini_arena_take(w.mgr, arena, (FRAMES + 1) * W, &offset));
   for (uint64_t i = 0; i <= FRAMES; i++) world_fill(&w, arena, i * W, W, GEMINI_TIER_HOST, i + 1);
   for (uint64_t i = 0; i < FRAMES; i++) through_device(&w, arena, i);
   leave(&w, arena, 0, W);
   CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
-  CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, &open));
+  CHECK_OK(gemini_stream_call(w.mgr, w.stream, stand_still, open));
   gemini_access_t last = world_part(arena, FRAMES * W, W, GEMINI_READ, GEMINI_TIER_DEVICE);
   CHECK_OK(gemini_acquire(w.mgr, &last, 1, w.stream));
   CHECK_OK(gemini_release(w.mgr, &last, 1, w.stream));
   for (uint64_t i = 1; i <= FRAMES; i++) leave(&w, arena, i, W);
+  return w;
+}
+static void test_who_must_not_wait_gets_another_frame(void) {
+  uint32_t former;
+  _Atomic bool open = false;
+  gemini_arena_t arena;
+  world_t w = with_a_frame_in_use(&arena, &open);
   CHECK_EQ(frame_for(&w, GMI_TAKE_READY, &former) == former, false);
   CHECK_EQ(frame_for(&w, 0, &former), former);
   atomic_store(&open, true);
   CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
   CHECK_EQ(frame_for(&w, GMI_TAKE_READY, &former), former);
   for (uint64_t i = 0; i <= FRAMES; i++) CHECK(world_holds(&w, arena, i * W, W, i + 1));
+  world_close(&w);
+}
+
+/* Who writes all of the chunk need not wait for the work either: it gets its bytes while that stands still. */
+static void test_who_is_written_anew_gets_another_frame(void) {
+  _Atomic bool open = false;
+  gemini_arena_t arena;
+  world_t w = with_a_frame_in_use(&arena, &open);
+  gemini_access_t fresh = world_part(arena, 0, W, GEMINI_WRITE, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(w.mgr, &fresh, 1, GEMINI_STREAM_CALLER));
+  CHECK(!atomic_load(&open));
+  world_pattern(fresh.ptr, 0, W, 77);
+  CHECK_OK(gemini_release(w.mgr, &fresh, 1, GEMINI_STREAM_CALLER));
+  atomic_store(&open, true);
+  CHECK_OK(gemini_stream_synchronize(w.mgr, w.stream));
+  for (uint64_t i = 0; i <= FRAMES; i++) CHECK(world_holds(&w, arena, i * W, W, i ? i + 1 : 77));
   world_close(&w);
 }
 
@@ -275,6 +300,7 @@ int main(void) {
   fake_cuda_reset();
   gmi_cuda_driver_replace(NULL);
   RUN(test_who_must_not_wait_gets_another_frame);
+  RUN(test_who_is_written_anew_gets_another_frame);
   RUN(test_who_would_wait_long_gets_another_frame);
   RUN(test_who_is_due_leaves_while_the_link_is_idle);
   return check_done();
