@@ -1053,7 +1053,7 @@ class Model:
         distinct = {id(value): value for value in (*values, *bases) if value is not None}
         known = collections.Counter(internals.storage_number(value) for value in distinct.values())
         for name, param in params.items():
-            if isinstance(param, ManagedTensor) or not has_storage(param):
+            if isinstance(param, ManagedTensor) or not has_storage(param) or _stays(param):
                 continue
             if shared(param, known[internals.storage_number(param)]):
                 warnings.warn(
