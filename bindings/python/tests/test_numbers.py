@@ -4,8 +4,10 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -429,6 +431,21 @@ def test_a_graph_from_before_a_freezing_that_was_taken_back_trains_the_number(se
         return [*found, torch.tensor(model.scale.grad is None)]
 
     alike(session, Scaled, run)
+
+
+def test_a_number_that_was_frozen_and_trained_is_freed_with_its_model(session):
+    session()
+    model = Scaled()
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+    model(X).backward()
+    model.scale.requires_grad_(False)
+    model.scale.requires_grad_(True)
+    model(X).backward()
+    record = weakref.ref(model.scale._gm_record)
+    gm.close(force=True)
+    del model, optimizer
+    gc.collect()
+    assert record() is None
 
 
 def test_a_number_that_was_frozen_gets_gradients_before_the_next_pass(session):

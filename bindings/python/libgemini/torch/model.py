@@ -326,10 +326,11 @@ class Record:
                 return
             former.requires_grad_(trained)
             if trained and not getattr(former, "_post_accumulate_grad_hooks", None):
-                former.register_post_accumulate_grad_hook(self.take_over)
+                own = weakref.ref(self)  # Python's garbage collector does not see hooks, and self refers to the tensor
+                former.register_post_accumulate_grad_hook(lambda one: (record := own()) and record.take_over(one))
 
     def take_over(self, former):
-        """A hook: the former C++ tensor has a gradient, which is the parameter's."""
+        """The former C++ tensor has a gradient, which is the parameter's."""
         with _plain(), torch.no_grad():
             param, left, gradient = self.param, _get_grad(self.param), _get_grad(former)
             _set_grad(former, None)
@@ -1058,8 +1059,8 @@ class Model:
             if shared(param, known[internals.storage_number(param)]):
                 warnings.warn(
                     f"parameter {name} shares its bytes with a tensor that is none of the model, such as a detach() or "
-                    "a view of it, or of a state dict, or a graph of a pass from before: that keeps the values of now, "
-                    "while the parameter gets bytes of its own. Make it after prepare()",
+                    "a view of it, an entry of a state dict, or what the graph of an earlier pass has saved: that "
+                    "keeps the values of now, and is not trained. Make such tensors after prepare()",
                     stacklevel=6,
                 )
                 return
