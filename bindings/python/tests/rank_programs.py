@@ -733,8 +733,7 @@ def expert_parallel(
         made, optimizer = gm.prepare(
             made, optimizer_of(made, **(optimizer or {})), step_in_backward=early, **(kept or {})
         )
-        begun = [parts_before_the_end(optimizer)] if early else []
-        out = {"early": begun}
+        out = {"parts": parts_before_the_end(optimizer) if early else []}
         if loaded:
             out["extra"] = gm.load(loaded, made, optimizer)
         else:

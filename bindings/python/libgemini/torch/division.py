@@ -85,14 +85,10 @@ class Division:
         """Whether checkpoints have the parameter as if it were not divided."""
         return self.owners is not None or self.mesh.size() == 1
 
-    @property
-    def part(self) -> int:
-        """Which part this process has."""
-        return int(self.mesh.get_local_rank())
-
     def where(self) -> str:
         """The layout, in words that the ranks that divide the parameter among themselves have in common."""
-        return self.layout() if self.owners else f"part {self.part} of {self.mesh.size()}, {self.layout()}"
+        part = "" if self.owners else f"part {self.mesh.get_local_rank()} of {self.mesh.size()}, "
+        return part + self.layout()
 
     def layout(self) -> str:
         """The placement and the shape of the whole, in words that checkpoints have."""

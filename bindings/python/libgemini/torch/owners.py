@@ -25,7 +25,7 @@ class Owners:
         index: Which of them this process is.
         shard_size: How many of them divide the parameters; several replicas of so many have the same.
         group: The library's handle of their group.
-        rows: The ranks of each row of the mesh, in the order of the parts; a row has all of them.
+        row: The ranks of the row of the mesh that has this process, in the order of the parts; a row has all of them.
     """
 
     name: str
@@ -33,17 +33,12 @@ class Owners:
     index: int
     shard_size: int
     group: int
-    rows: list[tuple[int, ...]]
+    row: tuple[int, ...]
 
     @property
     def writes(self) -> bool:
         """Whether this process is in the first replica, which writes checkpoints."""
         return self.index < self.shard_size
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """The row of the mesh that has this process."""
-        return next(row for row in self.rows if self.members[self.index] in row)
 
 
 def check_rows(rows: typing.Iterable[typing.Sequence[int]], count: int) -> list[tuple[int, ...]]:
@@ -59,8 +54,8 @@ def check_rows(rows: typing.Iterable[typing.Sequence[int]], count: int) -> list[
     out = sorted({tuple(row) for row in rows})
     if sorted(rank for row in out for rank in row) != list(range(count)) or len({len(row) for row in out}) != 1:
         raise GeminiError(
-            f"parameters are DTensors over the ranks {[list(row) for row in out]}: want rows of equal length in which "
-            f"each of the {count} ranks of the session is once"
+            f"expert_mesh has the rows {[list(row) for row in out]} of ranks: want rows of equal length in which each "
+            f"of the {count} ranks of the session is once"
         )
     return out
 

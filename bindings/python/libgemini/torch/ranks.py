@@ -683,7 +683,6 @@ class Ranks:
         self.idle = False  # this rank has no batch, and only accompanies the others: its gradients are zeros; see Join
         self.parts: Parts | None = None  # with step_in_backward
         self.transports: list[Transport] = []
-        self.start = start
         if session.cuda and transport == "auto":
             load_nccl()
         self._refuse_shared_gpus()
@@ -694,51 +693,54 @@ class Ranks:
             "expert_mesh": f"of {len(expert_row)} processes" if expert_row else None,
         }
         theirs = start.exchange((mine, session.manager.config.device_bytes))
-        for rank, (options, _) in enumerate(theirs):
-            for name, value in options.items():
+        for rank, (theirs_of, _) in enumerate(theirs):
+            for name, value in theirs_of.items():
                 first = theirs[0][0][name]
                 if value != first:
                     raise GeminiError(f"rank 0 has {name} {first}, rank {rank} has {value}: want the same", "PEER")
         over_torch = transport == "torch"  # which takes care of the first two of these options
-        self.options: dict[str, typing.Any] = {
+        options: dict[str, typing.Any] = {
             "deadline": 0.0 if over_torch else deadline,
             "rank_order": rank_order and not over_torch,
             "bucket_bytes": bucket_size or min(BUCKET_BYTES, min(budget for _, budget in theirs) // BUCKET_PARTS),
             "register": register_frames and bool(session.cuda) and not over_torch,
         }
-        self.over_torch = over_torch
         try:
             name = None if over_torch else self._group_id(start)
-            group, everyone = self._join(start, self.shard_size, name), list(range(self.count))
-            self.owners = {"": Owners("", everyone, self.rank, self.shard_size, group, [(one,) for one in everyone])}
+            group = self._join(start, self.shard_size, name, options)
+            everyone = list(range(self.count))
+            self.owners = {"": Owners("", everyone, self.rank, self.shard_size, group, (self.rank,))}
             if expert_row:
-                self.owners[EXPERTS] = self._join_owners(expert_row)
+                self.owners[EXPERTS] = self._join_owners(start, expert_row, options)
         except BaseException:
             self.disconnect()
             raise
         abi.peer_hints.append(self._hint)
 
-    def _join(self, start: Start, shard_size: int, name: bytes | None) -> int:
+    def _join(self, start: Start, shard_size: int, name: bytes | None, options: dict[str, typing.Any]) -> int:
         """Opens a group. Its ranks all have to call it.
 
         Args:
             start: Of its ranks.
             shard_size: How many of them divide what they have.
             name: The group's id; None: over torch.distributed.
+            options: Of Manager.group_open(), the same for all groups.
         """
         comms = []
-        if self.over_torch:
+        if name is None:
             self.transports.append(Transport(start, shard_size, self.session.lib))
             comms = self.transports[-1].comms
         return self.session.manager.group_open(
-            name, start.rank, start.count, shard_ranks=shard_size, comms=comms, **self.options
+            name, start.rank, start.count, shard_ranks=shard_size, comms=comms, **options
         )
 
-    def _join_owners(self, row: typing.Sequence[int]) -> Owners:
+    def _join_owners(self, start: Start, row: typing.Sequence[int], options: dict[str, typing.Any]) -> Owners:
         """Opens the group of the ranks that have the same experts as this one. All ranks have to call it.
 
         Args:
+            start: Of all ranks.
             row: The ranks of this process's row of the mesh, in the order of the parts.
+            options: As of _join().
 
         Raises:
             GeminiError: The rows do not divide all ranks; or a group cannot be made.
@@ -747,11 +749,11 @@ class Ranks:
         rows = check_rows((array.array("q", one).tolist() for one in self.exchange_any(mine)), self.count)
         part = list(row).index(self.rank)
         members = sorted(one[part] for one in rows)
-        made = self._make_id(len(members)) if members[0] == self.rank and not self.over_torch else b""
-        ids = self.exchange_any(made)
-        start, size = self.start.among(members, f"experts/{part}"), shard_size_of(members, self.shard_size)
-        group = self._join(start, size, None if self.over_torch else ids[members[0]])
-        return Owners(EXPERTS, members, start.rank, size, group, rows)
+        name, among = None, start.among(members, f"experts/{part}")
+        if not self.transports:
+            name = self.exchange_any(b"" if among.rank else self._make_id(len(members)))[members[0]]
+        size = shard_size_of(members, self.shard_size)
+        return Owners(EXPERTS, members, among.rank, size, self._join(among, size, name, options), tuple(row))
 
     def close(self) -> None:
         """The session ends."""
@@ -810,7 +812,7 @@ class Ranks:
         if owners is None:
             return ended
         own, here = ", ".join(map(str, range(len(owners.members)))), ", ".join(map(str, owners.members))
-        return "; ".join(filter(None, [ended, f"in the group of experts, ranks {own} are ranks {here}"]))
+        return "; ".join(filter(None, [ended, f"in the group of experts, ranks {own} are ranks {here} of all"]))
 
     @property
     def group(self) -> int:
