@@ -688,8 +688,9 @@ static void test_speculate_clipped_steps_are_no_reason_to_undo_a_plan(void) {
   model_close(&t);
 }
 
-/* Once steps take results over, the plan is made for that, and its prediction; after several that do not, it is not. */
-static void test_speculate_is_planned_while_steps_take_it_over(void) {
+/* Once steps take results over, the plan is made for that; after several that do not, it is not. Returns how much longer
+ * the steps that do not are predicted to take, ns. */
+static int64_t predicted_longer(void) {
   gemini_config_t c = world_config(64, OWN + NEW + 8, 0);
   c.placement = GEMINI_PLACEMENT_CPU;
   model_t t = model_with(c);
@@ -707,10 +708,7 @@ static void test_speculate_is_planned_while_steps_take_it_over(void) {
   train(&t, step++, true);
   CHECK(!plan_says(&t, "computed ahead"));
   CHECK_EQ(world_stats(&t.w).plans, plans + 1);
-  /* The forward pass takes 8 ms; 21 ms of updates were beside the backward pass, and now are not. What other programs
-   * add to measured times differs between the two predictions; the later one is made again as more steps are measured. */
-  for (int i = 0; i < 50 && world_stats(&t.w).predicted_step_ns <= ahead_ns + 5000000; i++) train(&t, step++, true);
-  CHECK(world_stats(&t.w).predicted_step_ns > ahead_ns + 5000000);
+  const uint64_t without_ns = world_stats(&t.w).predicted_step_ns;
   train(&t, step++, false);
   CHECK(!plan_says(&t, "computed ahead")); /* it takes two now */
   train(&t, step++, false);
@@ -719,6 +717,15 @@ static void test_speculate_is_planned_while_steps_take_it_over(void) {
   model_expect(&t, HOST);
   CHECK_EQ(world_stats(&t.w).departures, 0);
   model_close(&t);
+  return (int64_t)(without_ns - ahead_ns);
+}
+static void test_speculate_is_planned_while_steps_take_it_over(void) {
+  /* The forward pass takes 8 ms; 21 ms of updates were beside the backward pass, and then are not. What other programs
+   * add to the times that the one prediction is made of, the other one does not have: then it is tried again. */
+  enum { TRIES = 6, LEAST_NS = 5000000 };
+  int64_t longer = predicted_longer();
+  for (int i = 1; i < TRIES && longer <= LEAST_NS; i++) longer = predicted_longer();
+  CHECK(longer > LEAST_NS);
 }
 
 /* What there is no spare memory for is not planned; what there is, is what the next step uses first. */

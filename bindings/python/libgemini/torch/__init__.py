@@ -308,7 +308,9 @@ def init(
             if cuda:
                 device_memory = _device_default(_torch.cuda.mem_get_info(device)[0])
             else:
-                device_memory = _simulated_default(share.host_bytes or _ranks.host_default())
+                host_bytes = share.host_bytes or _ranks.host_default()
+                device_memory = _simulated_default(host_bytes)
+                host_memory = host_memory or host_bytes  # a second look at the machine finds another figure
         owner = Session(
             device=device,
             placement=placement,
