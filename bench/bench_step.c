@@ -128,6 +128,8 @@ static bool step(void) {
   }
   TRY(gemini_stream_synchronize(manager, stream), "the norm");
   if (!update(GEMINI_UPDATE_COMMIT | GEMINI_UPDATE_LATE, 0, 0)) return false;
+  const gemini_access_t gradients = gemini_arena_access(arenas[GRAD], 0, 0, 0, 0);
+  TRY(gemini_discard(manager, &gradients), "gradients that are used up");
   return ok(gemini_iteration_end(manager), "an iteration's end");
 }
 

@@ -644,7 +644,8 @@ typedef struct gemini_access {
   gemini_object_t object; /* NULL: an access by address (gemini_address_access()) */
   uint64_t offset_bytes;  /* in the object; by address: the device address of the first byte */
   uint64_t size_bytes;    /* 0 with offset 0: the whole tensor, or all of the arena that is used at this call. If the
-                            arena has grown since an acquire, the release names the size at the acquire */
+                            arena has grown since an acquire, the release names the size at the acquire; if it had no
+                            bytes, nothing was acquired, and nothing is to be released */
   void *ptr;              /* out: first byte of the range, valid until release. A range's device address never changes;
                             its host address may differ next time */
 } gemini_access_t;
@@ -802,6 +803,14 @@ GEMINI_API gemini_status_t gemini_host_free(gemini_manager_t mgr, void *ptr);
  *  @retval GEMINI_ERR_DEVICE  the device refused; parts of the range on it may be zero
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_zero(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
+/** Says that nobody wants the bytes of a range any more, such as those of gradients behind gemini_update(). It waits
+ *  for nothing: late updates (GEMINI_UPDATE_LATE) still read the bytes. Then whole chunks of the range leave the device
+ *  without being copied to the host, which plans do not count on. Until the bytes are written again they are what they
+ *  were, or zeros; an acquire finds one of the two, and ends this for its chunks. Chunks in use, and pinned ones, stay
+ *  as they are, and so do sharded arenas, and arenas of which one reuses the other's bytes.
+ *  @param access  object and range; mode and tier are ignored
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_discard(gemini_manager_t mgr, const gemini_access_t *access) GEMINI_MUST_CHECK;
 /** Reads a range from a file descriptor into the tier below the device. A tensor that is read into, even in part, goes
  *  from FREE to HOLD. A parameter that is read whole takes its bytes back: the gradient that had taken them is
  *  discarded; a gradient that is read whole takes those of its parameter. Blocks. While it runs, calls of other threads
@@ -841,6 +850,7 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
 GEMINI_API gemini_status_t gemini_borrow(gemini_manager_t mgr, const gemini_access_t *access, int fd,
                                          uint64_t fd_offset) GEMINI_MUST_CHECK;
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.
+ *  @retval GEMINI_ERR_INVALID  fd was opened with O_APPEND: the system would write elsewhere
  *  @retval GEMINI_ERR_STATE  the range is of a parameter whose bytes its gradient has taken, or the other way round; a
  *           range of an arena is written as it is
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on file sizes is

@@ -276,11 +276,11 @@ static gemini_status_t claim(gmi_manager_t *m, const gemini_access_t *access, gm
     return GEMINI_OK;
   }
   gmi_lease_key_t key = gmi_range_key(m, access, r);
-  if (!gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
+  if (r->size && !gmi_lease_claim(&m->leases, &key)) return not_acquired(m, access, r);
   gmi_range_chunks(m, r);
   gmi_range_placed(m, access, r);
   void *ptr = gmi_range_pointer(m, access, r);
-  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr) return GEMINI_OK;
+  if (access->tier == GEMINI_TIER_DEVICE || access->ptr == ptr || !r->size) return GEMINI_OK;
   gmi_lease_unclaim(&m->leases, &key);
   return gmi_fail(GEMINI_ERR_STATE, 0, "ptr of %s is %p, must be %p, which the acquire returned", gmi_range_name(m, r),
                   access->ptr, ptr);
@@ -290,6 +290,7 @@ static void unclaim(gmi_manager_t *m, const gemini_access_t *access) {
   gmi_range_t r;
   if (gmi_range_bytes(m, access, &r)) return; /* never: the claim keeps the object */
   gmi_lease_key_t key = gmi_range_key(m, access, &r);
+  if (!r.size) return;
   if (!gmi_access_is_whole(access, r.tensor, r.size)) gmi_lease_unclaim(&m->leases, &key);
   else (void)gmi_tensor_rehold(r.tensor, GMI_TENSOR_OTHERS, access->mode);
 }
@@ -325,7 +326,7 @@ static gemini_status_t end(gmi_manager_t *m, const gemini_access_t *access, cons
                                ? release_device(m, r->store, r->first, r->last, access->mode, stream, locked)
                                : release_host(m, r, access->mode, stream);
   gmi_lease_key_t key = gmi_range_key(m, access, r);
-  if (!gmi_access_is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
+  if (r->size && !gmi_access_is_whole(access, r->tensor, r->size)) gmi_lease_end(&m->leases, &key);
   if (r->tensor) (void)gmi_tensor_release(r->tensor, GMI_TENSOR_OTHERS, phase);
   return status;
 }

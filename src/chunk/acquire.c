@@ -42,7 +42,8 @@ typedef struct {
   bool counted, leased;
 } prepared_t;
 
-/* Counts the acquire in its tensor's word, if it names a tensor, and by a lease unless the word alone is enough. */
+/* Counts the acquire in its tensor's word, if it names a tensor, and by a lease unless the word alone is enough. Of an
+ * arena without bytes nothing is acquired: when the release comes, it may have some. */
 static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *access, prepared_t *p) {
   const gmi_range_t *r = &p->range;
   gmi_lease_key_t key = gmi_range_key(m, access, r);
@@ -52,8 +53,9 @@ static gemini_status_t count_acquire(gmi_manager_t *m, const gemini_access_t *ac
     return gmi_fail(GEMINI_ERR_BUSY, 0, "tensor %s has %llu unreleased acquires of this kind, which is the limit",
                     gmi_range_name(m, r), (unsigned long long)gmi_tensor_field_users(UINT64_MAX, p->field));
   p->counted = r->tensor != NULL;
-  gemini_status_t status = whole ? GEMINI_OK : gmi_lease_add(&m->leases, &key);
-  p->leased = !whole && !status;
+  const bool leases = !whole && r->size;
+  gemini_status_t status = leases ? gmi_lease_add(&m->leases, &key) : GEMINI_OK;
+  p->leased = leases && !status;
   return status;
 }
 
@@ -73,9 +75,9 @@ static gemini_status_t hold_chunk(gmi_manager_t *m, const gemini_access_t *acces
 
 /* Brings one chunk's bytes to the access's tier. fresh: the access overwrites all of them, so none are copied, and the
  * old copies remain valid until commit(), in case the batch fails. */
-static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i) {
+static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *access, const gmi_range_t *r, uint32_t i,
+                                   bool fresh) {
   gmi_chunk_t *c = &r->store->chunks[i];
-  bool fresh = access->mode == GEMINI_WRITE && covers(m, r, i);
   if (access->tier == GEMINI_TIER_DEVICE) {
     if (gmi_chunk_is_resident(c)) {
       gmi_count_hits(m, 1);
@@ -94,6 +96,18 @@ static gemini_status_t bring_chunk(gmi_manager_t *m, const gemini_access_t *acce
     return gmi_host_slot_take(m, c); /* commit() drops the other copies */
   }
   return gmi_chunk_to_host(m, c, false, GEMINI_REASON_DEMAND);
+}
+
+/* Fresh chunks come last: where another access of the batch reads their bytes, it has brought them by then. */
+static gemini_status_t bring_chunks(gmi_manager_t *m, const gemini_access_t *accesses, const prepared_t *p,
+                                    uint64_t count) {
+  gemini_status_t status = GEMINI_OK;
+  for (int fresh = 0; fresh < 2; fresh++)
+    for (uint64_t k = 0; !status && k < count; k++)
+      for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
+        if ((accesses[k].mode == GEMINI_WRITE && covers(m, &p[k].range, (uint32_t)i)) == fresh)
+          status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i, fresh);
+  return status;
 }
 
 /* Fences to wait for, reduced to one per stream: a mark implies all earlier marks of its stream, and each wait is a
@@ -169,7 +183,7 @@ static void commit(gmi_manager_t *m, gemini_access_t *access, const prepared_t *
   if (p->content == GMI_CONTENT_FLIPS) gmi_range_flip(m, r);
   if (r->tensor) {
     if (device) gmi_trace_tensor(m, r->tensor, r->arena, r->offset, r->size, access->mode);
-  } else if (device && atomic_load(&m->bracket.op_serial)) {
+  } else if (device && r->size && atomic_load(&m->bracket.op_serial)) {
     m->trace.observer->touched(m, r->store->index, r->offset, r->size, access->mode);
   }
   access->ptr = gmi_range_pointer(m, access, r);
@@ -359,9 +373,7 @@ gemini_status_t gmi_acquire_slow(gmi_manager_t *m, gemini_access_t *accesses, ui
   batch_forget(accesses, p, touched);
   if (!status) status = batch_meets(m, accesses, p, count);
   gmi_gather_batch_begin(m);
-  for (uint64_t k = 0; !status && k < count; k++)
-    for (uint64_t i = p[k].range.first; !status && i <= p[k].range.last; i++)
-      status = bring_chunk(m, &accesses[k], &p[k].range, (uint32_t)i);
+  if (!status) status = bring_chunks(m, accesses, p, count);
   status = gmi_gather_batch_end(m, status, !atomic_load(&m->bracket.op_serial)); /* see before_gathers() */
   if (held == count && gmi_is_oom(status)) batch_tell_lack(m, accesses, p, count, status);
   if (!status) m->trace.observer->pause_ends(m, stream, &pause);

@@ -25,6 +25,7 @@ static bool sound(gmi_manager_t *m, const gmi_chunk_t *c) {
   if (c->lazy_zeros_ && !(c->valid_ & GMI_VALID_HOST)) return false;
   if (c->loading_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_USERS) || c->deferred_)) return false;
   if (c->spec_ && (word & (GMI_CHUNK_SETTLED | GMI_CHUNK_WRITERS) || c->host_writers_ || c->loading_)) return false;
+  if (c->discarded_ && word & GMI_CHUNK_SETTLED) return false;
   return c->host_writers_ <= c->host_users_ && c->graph_held_ <= c->host_writers_ && c->left_ <= c->deferred_ &&
          c->batch_users_ <= c->host_users_;
 }
@@ -176,6 +177,7 @@ const char *gmi_chunk_busy(const gmi_chunk_t *c, gmi_purpose_t purpose) {
 const char *gmi_chunk_hold(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tier, uint32_t mode) {
   bool write = mode & GEMINI_WRITE;
   if (write) gmi_chunk_unspeculate(m, c);
+  gmi_chunk_keep(c);
   if (tier == GEMINI_TIER_DEVICE) {
     const char *why = gmi_chunk_busy(c, write ? GMI_TO_WRITE_ON_DEVICE : GMI_TO_READ_ON_DEVICE);
     return why ? why : gmi_chunk_hold_device(m, c, mode);
@@ -382,7 +384,11 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
 
 /* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
-  if (!c->spec_ && gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
+  if (!c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
+}
+void gmi_chunk_discard(gmi_manager_t *m, gmi_chunk_t *c) {
+  c->discarded_ = true;
+  changed(m, c);
 }
 void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence) { c->copied_out_ = fence; }
 void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence) {
@@ -405,8 +411,9 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
   if (!fresh) set_valid(c, c->valid_ | GMI_VALID_DEVICE);
   uint32_t word = GMI_CHUNK_RESIDENT;
   /* The fast path looks only at the flags: while updates of the chunk are left to queue, it must not find SETTLED, so
-   * that acquires take the lock and queue them first; likewise while it is speculated from, which a write ends. */
-  if (!c->deferred_ && !c->spec_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
+   * that acquires take the lock and queue them first; likewise while it is speculated from, which a write ends, and
+   * while its bytes are discarded, which an acquire ends. */
+  if (!c->deferred_ && !c->spec_ && !c->discarded_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
   atomic_fetch_or(&c->word_, word); /* last: publishes the fields above to acquires without the lock */
   changed(m, c);
 }
@@ -480,6 +487,7 @@ static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *fra
   atomic_store(&c->word_, 0);
   *frame_out = c->frame_ != GMI_NONE ? leave_frame(m, c) : GMI_NONE;
   *block_out = block_take(m, c);
+  gmi_chunk_keep(c);
   set_valid(c, valid);
   changed(m, c);
 }

@@ -523,6 +523,9 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *their
   gmi_range_t r;
   gemini_status_t status = gmi_access_in(&access, theirs, "access");
   if (!status && fd < 0) status = gmi_fail(GEMINI_ERR_INVALID, EBADF, "fd is %d, must be an open file descriptor", fd);
+  const int flags = write_file && !status ? fcntl(fd, F_GETFL) : 0;
+  if (flags > 0 && flags & O_APPEND)
+    status = gmi_fail(GEMINI_ERR_INVALID, 0, "fd %d was opened with O_APPEND: writes would not be at fd_offset", fd);
   if (!status) status = gmi_range_ready_any(m, &access, &r);
   if (status || !r.size) return status;
   if (fd_offset > (uint64_t)INT64_MAX - r.size)

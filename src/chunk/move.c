@@ -172,6 +172,30 @@ gemini_status_t gemini_move(gemini_manager_t mgr, const gemini_access_t *accesse
   API_LOCKED(batch(m, accesses, count, move_chunk, true));
 }
 
+/* Only chunks on the device whose bytes are nowhere else: others leave the device without a copy anyway. Slices of
+ * ranks stay as they are, and so do bytes that parameters and gradients share, and chunks in use. */
+static gemini_status_t discard_range(gmi_manager_t *m, const gemini_access_t *theirs) {
+  gemini_access_t access;
+  gmi_range_t r;
+  gemini_status_t status = gmi_access_in(&access, theirs, "access");
+  if (!status) status = gmi_range_resolve_any(m, &access, &r);
+  if (status || !r.size || !atomic_load(&m->cut.chunk_bytes)) return status;
+  if (gmi_arena_is_sharded(r.arena) || r.arena->store != r.arena->index || r.arena->reused) return GEMINI_OK;
+  const uint64_t used = atomic_load(&r.store->size);
+  for (uint64_t i = r.first; i <= r.last; i++) {
+    gmi_chunk_t *c = &r.store->chunks[i];
+    const uint64_t begin = i << m->cut.chunk_shift, end = begin + (UINT64_C(1) << m->cut.chunk_shift);
+    const bool whole = r.offset <= begin && r.offset + r.size >= (end < used ? end : used);
+    if (whole && gmi_chunk_has_only(c, GMI_VALID_DEVICE) && !gmi_chunk_spec(c) && !gmi_chunk_in_graphs(c) &&
+        !gmi_chunk_is_pinned(c) && !gmi_chunk_unsettle_to_change(c))
+      gmi_chunk_discard(m, c);
+  }
+  return GEMINI_OK;
+}
+gemini_status_t gemini_discard(gemini_manager_t mgr, const gemini_access_t *access) {
+  API_LOCKED(discard_range(m, access));
+}
+
 static gemini_status_t pin(gmi_manager_t *m, const gemini_access_t *theirs) {
   gemini_access_t access;
   gmi_range_t r;

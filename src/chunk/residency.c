@@ -424,6 +424,7 @@ gemini_status_t gmi_frames_resize(gmi_manager_t *m, uint32_t frame_count, uint64
 /* ---- moves */
 void gmi_chunk_wrote(gmi_manager_t *m, gmi_chunk_t *c) {
   gmi_chunk_unspeculate(m, c);
+  gmi_chunk_keep(c);
   /* A transfer under way must not make the old bytes valid when it finishes. */
   gmi_file_supersede(c);
   if (!gmi_chunk_has_only(c, GMI_VALID_DEVICE)) gmi_file_drop_block(m, c, gmi_chunk_wrote_device(m, c));
@@ -613,6 +614,10 @@ gemini_status_t gmi_chunk_evict(gmi_manager_t *m, gmi_chunk_t *c, uint32_t reaso
     return gmi_fail(GEMINI_ERR_BUSY, 0, "a chunk of arena %s at offset %llu is %s", gmi_chunk_arena(m, c)->name,
                     (unsigned long long)c->index << m->cut.chunk_shift, why);
   bool copy = gmi_chunk_has_only(c, GMI_VALID_DEVICE);
+  if (copy && gmi_chunk_is_discarded(c)) {
+    gmi_chunk_forget(m, c);
+    return GEMINI_OK;
+  }
   gemini_status_t status = copy ? gmi_host_slot_take(m, c) : GEMINI_OK;
   if (status) return status;
   uint32_t word;

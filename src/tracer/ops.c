@@ -315,6 +315,15 @@ static gemini_status_t uses_take(gmi_manager_t *m, const gemini_access_t *access
   return status;
 }
 
+/* What the end of the operator has to release: of an arena that had no bytes nothing was acquired, and size_bytes 0
+ * would name those that it has by then. */
+static uint64_t uses_keep(gemini_access_t *list, uint64_t count) {
+  uint64_t kept = 0;
+  for (uint64_t i = 0; i < count; i++)
+    if (list[i].size_bytes) list[kept++] = list[i];
+  return kept;
+}
+
 static gemini_status_t op_begin_with(gmi_manager_t *m, gemini_manager_t mgr, const char *name, gemini_stream_t stream,
                                      gemini_access_t *theirs, const gemini_access_t *accesses, uint64_t count) {
   gmi_tracer_t *t = m->trace.tracer;
@@ -330,9 +339,9 @@ static gemini_status_t op_begin_with(gmi_manager_t *m, gemini_manager_t mgr, con
   if (status) {
     op_cancel(m);
   } else {
-    t->uses.count = count;
-    t->uses.stream = stream;
     gmi_accesses_out(t->uses.list, theirs, count);
+    t->uses.count = uses_keep(t->uses.list, count);
+    t->uses.stream = stream;
   }
   gmi_unlock(m);
   return status;

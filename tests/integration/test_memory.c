@@ -1111,6 +1111,99 @@ static void test_zero_parts_in_every_tier_spares_neighbours(void) {
   }
 }
 
+static uint64_t copied_out(const world_t *w) {
+  uint64_t sum = 0;
+  for (int reason = 0; reason < GEMINI_REASON_COUNT; reason++) sum += world_stats(w).moved_chunks[LINK_D2H][reason];
+  return sum;
+}
+/* What nobody wants leaves the device without a copy: whole chunks, as long as nothing acquires or writes them. */
+static void test_discarded_chunks_leave_without_a_copy(void) {
+  enum { KEPT, WHOLE, IN_PART, WRITTEN, READ, IN_USE, PINNED, HOWS };
+  for (int how = KEPT; how < HOWS; how++) {
+    world_t w = world_of(world_config(4, 8, 0), 3, 2 * CHUNK);
+    put(&w, w.t[0], DEVICE, 9);
+    gemini_access_t all = world_whole(w.t[0], GEMINI_READ, DEVICE);
+    const gemini_access_t part = world_part(w.t[0], 1, 2 * CHUNK - 2, 0, 0);
+    if (how == IN_USE) OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    if (how == PINNED) OK(gemini_pin(w.mgr, &all));
+    if (how != KEPT) OK(gemini_discard(w.mgr, how == IN_PART ? &part : &all));
+    if (how == IN_USE) OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    if (how == PINNED) OK(gemini_unpin(w.mgr, &all));
+    if (how == WRITTEN) put(&w, w.t[0], DEVICE, 9);
+    if (how == READ) expect(&w, w.t[0], DEVICE, 9);
+    put(&w, w.t[1], DEVICE, 3), put(&w, w.t[2], DEVICE, 4); /* takes the frames */
+    CHECK_EQ(bytes_in(&w, w.t[0], DEVICE), 0);
+    CHECK_EQ(copied_out(&w), how == WHOLE ? 0 : 2);
+    if (how == WHOLE) expect_zero(&w, w.t[0], DEVICE);
+    else expect(&w, w.t[0], DEVICE, 9);
+    put(&w, w.t[0], DEVICE, 5);
+    OK(move(&w, w.t[0], HOST));
+    expect(&w, w.t[0], HOST, 5);
+    expect(&w, w.t[1], HOST, 3), expect(&w, w.t[2], HOST, 4);
+    world_close(&w);
+  }
+}
+/* A parameter's arena may hold gradients. */
+static void test_discarded_parameters_keep_the_gradients_in_their_bytes(void) {
+  for (int which = 0; which < 2; which++) {
+    world_t w = world_open(world_config(4, 8, 0));
+    gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 4, "params", 0, 0);
+    gemini_arena_t grads = world_arena(&w, GEMINI_KIND_GRAD, 4, "grads", 0, params);
+    gemini_tensor_t t = world_tensor(&w, params, "t", 2 * CHUNK), gradient;
+    OK(gemini_tensor_counterpart(w.mgr, t, grads, &gradient));
+    put(&w, gradient, DEVICE, 7);
+    const gemini_access_t a = world_whole(which ? grads : params, 0, 0);
+    OK(gemini_discard(w.mgr, &a));
+    OK(move(&w, grads, HOST));
+    expect(&w, gradient, DEVICE, 7);
+    world_close(&w);
+  }
+}
+
+/* One batch reads bytes and overwrites them: the reader sees them, whichever is named first, and wherever they are. */
+static void test_batch_that_reads_what_it_overwrites_sees_it(void) {
+  for (int k = 0; k < 24; k++) {
+    const bool writes_first = k & 1, reuses = k & 2, in_part = k & 4 && !reuses;
+    const uint32_t tier = k / 8 == 2 ? HOST : DEVICE, from = k / 8 == 1 ? DEVICE : HOST;
+    world_t w = world_open(world_config(4, 8, 0));
+    gemini_arena_t params = world_arena(&w, GEMINI_KIND_PARAM, 4, "params", 0, 0);
+    gemini_tensor_t t = world_tensor(&w, params, "t", CHUNK), read = t;
+    if (reuses)
+      OK(gemini_tensor_counterpart(w.mgr, t, world_arena(&w, GEMINI_KIND_GRAD, 4, "grads", 0, params), &read));
+    put(&w, read, from, 7);
+    gemini_access_t a[2];
+    a[!writes_first] = world_whole(t, GEMINI_WRITE, tier);
+    a[writes_first] = world_part(read, 0, in_part ? 64 : CHUNK, GEMINI_READ, tier);
+    OK(gemini_acquire(w.mgr, a, 2, GEMINI_STREAM_CALLER));
+    CHECK(world_reads(a[writes_first].ptr, 0, a[writes_first].size_bytes, 7));
+    OK(gemini_release(w.mgr, a, 2, GEMINI_STREAM_CALLER));
+    world_close(&w);
+  }
+}
+
+/* An arena without bytes gets some between an acquire of all of it and the release. */
+static void test_empty_arena_that_grows_while_it_is_used(void) {
+  world_t w = world_open(world_config(4, 8, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "cache", 0, 0);
+  for (int with = 0; with < 2; with++) {
+    gemini_access_t all = world_whole(arena, GEMINI_READ, DEVICE);
+    OK(gemini_iteration_begin(w.mgr));
+    if (with) OK(gemini_op_begin_with(w.mgr, "op", GEMINI_STREAM_CALLER, &all, 1));
+    else OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+    gemini_tensor_t t = world_tensor(&w, arena, "t", 1000);
+    if (with) OK(gemini_op_end(w.mgr));
+    OK(gemini_iteration_end(w.mgr));
+    put(&w, t, DEVICE, 3);
+    expect(&w, t, HOST, 3);
+    OK(gemini_arena_destroy(w.mgr, arena)); /* nothing uses it */
+    arena = world_arena(&w, GEMINI_KIND_OTHER, 1, "cache", 0, 0);
+  }
+  gemini_access_t all = world_whole(arena, GEMINI_READ, HOST);
+  OK(gemini_acquire(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(w.mgr, &all, 1, GEMINI_STREAM_CALLER));
+  world_close(&w);
+}
+
 /* ---- load and store */
 static int temporary(uint64_t size, uint64_t seed) {
   int fd = memfd_create("test", MFD_CLOEXEC);
@@ -1177,6 +1270,12 @@ static void test_load_and_store_failures_say_why(void) {
   CHECK(says_bytes("", CHUNK - 10));                 /* how many are missing */
   expect_part(&w, w.t[0], 0, CHUNK + 10, DEVICE, 5); /* what was read is there, the rest is as it was */
   expect_part(&w, w.t[0], CHUNK + 10, CHUNK - 10, DEVICE, 1);
+  const int appending = temporary(0, 0); /* writes go to the end of the file, whatever the offset */
+  CHECK_EQ(fcntl(appending, F_SETFL, O_APPEND), 0);
+  CHECK_EQ(gemini_store(w.mgr, &all, appending, 4096), GEMINI_ERR_INVALID);
+  CHECK(strstr(world_error().message, "O_APPEND"));
+  CHECK_EQ(lseek(appending, 0, SEEK_END), 0);
+  close(appending);
   int closed = dup(in);
   close(closed);
   all = world_whole(w.t[1], 0, 0);
@@ -1540,6 +1639,10 @@ int main(void) {
   RUN(test_hint_to_files_brings_there);
   RUN(test_move_of_many_does_not_evict_its_own);
   RUN(test_zero_whole_chunks_cost_nothing);
+  RUN(test_discarded_chunks_leave_without_a_copy);
+  RUN(test_discarded_parameters_keep_the_gradients_in_their_bytes);
+  RUN(test_batch_that_reads_what_it_overwrites_sees_it);
+  RUN(test_empty_arena_that_grows_while_it_is_used);
   RUN(test_second_block_in_a_frame_waits_for_it);
   RUN(test_frame_of_a_failed_allocation_is_waited_for);
   return check_done();

@@ -314,6 +314,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_checkpoint, mgr);
   REFUSED(HANDLE, says, gemini_resume, mgr);
   REFUSED(HANDLE, says, gemini_zero, mgr, &a);
+  REFUSED(HANDLE, says, gemini_discard, mgr, &a);
   REFUSED(HANDLE, says, gemini_load, mgr, &a, 0, 0);
   REFUSED(HANDLE, says, gemini_borrow, mgr, &a, 0, 0);
   REFUSED(HANDLE, says, gemini_store, mgr, &a, 1, 0);
@@ -545,6 +546,7 @@ static void test_object_that_is_none_is_refused_everywhere(void) {
       REFUSED(HANDLE, says, gemini_pin, mgr, &a[1]);
       REFUSED(HANDLE, says, gemini_unpin, mgr, &a[1]);
       REFUSED(HANDLE, says, gemini_zero, mgr, &a[1]);
+      REFUSED(HANDLE, says, gemini_discard, mgr, &a[1]);
       REFUSED(HANDLE, says, gemini_load, mgr, &a[1], fd, 0);
       REFUSED(HANDLE, says, gemini_store, mgr, &a[1], fd, 0);
       REFUSED(HANDLE, says, gemini_norm, mgr, &a[1], GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
@@ -610,6 +612,7 @@ static void test_null_arguments_are_refused(void) {
   REFUSED(INVALID, "access is NULL", gemini_unpin, mgr, NULL);
   REFUSED(INVALID, "ptr_out is NULL", gemini_alloc, mgr, 512, GEMINI_STREAM_CALLER, NULL);
   REFUSED(INVALID, "access is NULL", gemini_zero, mgr, NULL);
+  REFUSED(INVALID, "access is NULL", gemini_discard, mgr, NULL);
   REFUSED(INVALID, "access is NULL", gemini_load, mgr, NULL, 0, 0);
   REFUSED(INVALID, "access is NULL", gemini_borrow, mgr, NULL, 0, 0);
   REFUSED(INVALID, "access is NULL", gemini_store, mgr, NULL, 1, 0);
@@ -1268,6 +1271,7 @@ static void test_access_ranges_outside_their_object_are_refused(void) {
       REFUSED(INVALID, says, gemini_pin, mgr, &a[1]);
       REFUSED(INVALID, says, gemini_unpin, mgr, &a[1]);
       REFUSED(INVALID, says, gemini_zero, mgr, &a[1]);
+      REFUSED(INVALID, says, gemini_discard, mgr, &a[1]);
       REFUSED(INVALID, says, gemini_load, mgr, &a[1], fd, 0);
       REFUSED(INVALID, says, gemini_store, mgr, &a[1], fd, 0);
       REFUSED(INVALID, says, gemini_norm, mgr, &a[1], GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);
@@ -1302,6 +1306,7 @@ static void refuse_access(gemini_access_t batch[3], int which, const char *says)
   REFUSED(INVALID, says, gemini_pin, mgr, a);
   REFUSED(INVALID, says, gemini_unpin, mgr, a);
   REFUSED(INVALID, says, gemini_zero, mgr, a);
+  REFUSED(INVALID, says, gemini_discard, mgr, a);
   REFUSED(INVALID, says, gemini_load, mgr, a, 0, 0);
   REFUSED(INVALID, says, gemini_store, mgr, a, 1, 0);
   REFUSED(INVALID, says, gemini_norm, mgr, a, GEMINI_DTYPE_F32, GEMINI_STREAM_CALLER, &norm);

@@ -665,6 +665,8 @@ static void train(model_t *t, uint64_t step, bool clipped) {
   }
   if (clipped) OK(gemini_update_drop(t->w.mgr));
   OK(update(t, COMMIT | LATE, rule, 0, 0));
+  const gemini_access_t gradients = world_whole(t->arena[GRAD], 0, 0);
+  OK(gemini_discard(t->w.mgr, &gradients)); /* the update still reads them */
   plain_update(t, rule.salt, 0, ELEMENTS);
   OK(gemini_iteration_end(t->w.mgr));
 }
@@ -798,6 +800,49 @@ static void test_update_on_the_device_is_left_to_later_callers_while_the_link_is
   model_close(&t);
 }
 
+/* Gradients are discarded while the update that reads them is left, and all leave the device before it runs. */
+static void test_discarded_gradients_are_there_for_an_update_that_is_left(void) {
+  enum { MORE = 200, FRAMES = OWN + MORE + 8, STEPS = 6 };
+  gemini_config_t c = world_config(FRAMES, FRAMES, 0);
+  c.placement = GEMINI_PLACEMENT_STATIC;
+  c.static_param_fraction = c.static_optim_fraction = 1;
+  model_t t = model_with(c);
+  const gemini_arena_t more = world_arena(&t.w, GEMINI_KIND_OTHER, 1, "more", NULL, NULL);
+  const gemini_tensor_t tensor = world_tensor(&t.w, more, "more", MORE * CHUNK);
+  const gemini_access_t gradients = world_whole(t.arena[GRAD], 0, DEVICE);
+  gemini_stream_t other;
+  OK(gemini_stream_create(t.w.mgr, &other));
+  for (uint64_t step = 0; step < STEPS; step++) {
+    OK(gemini_iteration_begin(t.w.mgr));
+    for (uint64_t unit = 0; unit < UNITS; unit++) op(&t, PARAM, unit, GEMINI_READ, 0, 100);
+    for (uint64_t unit = UNITS; unit-- > 0;) op(&t, GRAD, unit, GEMINI_WRITE, step * UNITS + unit, 100);
+    OK(gemini_update_wait(t.w.mgr));
+    atomic_store(&spans_begun, 0);
+    if (step + 1 == STEPS) fill_link(&t, tensor, MORE * CHUNK, other);
+    OK(update(&t, LATE, (rule_t){ .salt = step }, 0, 0));
+    plain_update(&t, step, 0, ELEMENTS);
+    OK(gemini_discard(t.w.mgr, &gradients));
+    if (step + 1 < STEPS) OK(gemini_iteration_end(t.w.mgr));
+  }
+  CHECK(plan_says(&t, "4 pieces on the device, 0 on the host"));
+  CHECK_EQ(atomic_load(&spans_begun), 0); /* all are left */
+  atomic_store(&link_gate, true);
+  void *block;
+  uint64_t bytes;
+  OK(gemini_alloc(t.w.mgr, (FRAMES - 16) * CHUNK, t.w.stream, &block));
+  OK(gemini_tier_bytes(t.w.mgr, &gradients, &bytes));
+  CHECK_EQ(bytes, 0);
+  CHECK_EQ(atomic_load(&spans_begun), 0);
+  OK(gemini_free(t.w.mgr, block, t.w.stream));
+  OK(gemini_update_wait(t.w.mgr));
+  OK(gemini_iteration_end(t.w.mgr));
+  OK(gemini_zero(t.w.mgr, &gradients)); /* they may be zeros already */
+  memset(t.plain[GRAD], 0, (size_t)ELEMENTS * sizes[GRAD]);
+  model_expect(&t, DEVICE);
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
 static uint64_t plan_evicted(const model_t *t) { return world_stats(&t->w).moved_chunks[LINK_D2H][GEMINI_REASON_PLAN]; }
 /* States that the plan sends away after their updates on the device leave when their frames are needed, or as operators
  * of the next iteration end and the link has little to do. So some are still there after the updates, and leave as the
@@ -908,6 +953,7 @@ int main(void) {
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_parameters_leave_behind_the_states_of_pieces_that_are_left);
   RUN(test_update_on_the_device_leaves_states_until_frames_are_needed);
+  RUN(test_discarded_gradients_are_there_for_an_update_that_is_left);
   RUN(test_speculate_random_programs_have_the_bits_of_plain_updates);
   RUN(test_speculate_is_kept_where_an_arena_cannot_be_destroyed);
   return check_done();

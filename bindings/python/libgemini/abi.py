@@ -525,6 +525,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "host_alloc": [_M, _U64, _U64, POINTER(c_void_p)],
     "host_free": [_M, c_void_p],
     "zero": [_M, c_void_p],
+    "discard": [_M, c_void_p],
     "load": [_M, c_void_p, ctypes.c_int, _U64],
     "borrow": [_M, c_void_p, ctypes.c_int, _U64],
     "store": [_M, c_void_p, ctypes.c_int, _U64],

@@ -1185,6 +1185,19 @@ class Manager:
         """
         self.lib.zero(self.handle, self._accesses([range]))
 
+    def discard(self, range: Range) -> None:
+        """Says that nobody wants the bytes of a range any more: they leave the device without a copy to the host.
+
+        Late updates still read them. Afterwards, until they are written again, they are what they were, or zeros.
+
+        Args:
+            range: What range() returned.
+
+        Raises:
+            GeminiError: The arena is no more.
+        """
+        self.lib.discard(self.handle, self._accesses([range]))
+
     def load(self, range: Range, file: _File, file_offset: int = 0) -> None:
         """Reads a range from a file. Blocks.
 

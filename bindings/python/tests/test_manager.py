@@ -588,6 +588,21 @@ def test_memory(manager, arena):
 
 
 # ---- data
+def test_discarded_bytes_leave_the_device_without_a_copy(manager, arena):
+    def copies():
+        return sum(manager.stats()["moved_chunks"]["device to host"].values())
+
+    whole = manager.range(arena, size_bytes=2 * CHUNK)
+    for kept in (True, False):
+        with manager.acquired(manager.range(arena, size_bytes=2 * CHUNK, mode="write")):
+            pass
+        if not kept:
+            manager.discard(whole)
+        before = copies()
+        manager.move(whole, tier="host")
+        assert copies() - before == (2 if kept else 0)
+
+
 def test_zero_load_and_store(manager, arena, tmp_path):
     values = np.arange(20 * CHUNK // 4, dtype=np.int32)
     (tmp_path / "in").write_bytes(b"head" + values.tobytes())

@@ -293,6 +293,24 @@ def test_gradient_of_another_shape(session):
     works(model)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch makes gradients of one type only")
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_gradient_of_another_type(session, when):
+    session()
+    model = mlp().bfloat16()
+    if when == "before":
+        model[0].weight.grad_dtype = torch.float32
+    model = gm.prepare(model)
+    if when == "after":
+        model[0].weight.grad_dtype = torch.float32
+    with pytest.raises(gm.GeminiError, match="0.weight: its gradient is torch.float32 and itself torch.bfloat16"):
+        model(torch.ones(2, SIZE, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[0].weight.grad is None
+    model[0].weight.grad_dtype = torch.bfloat16
+    model(torch.ones(2, SIZE, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[0].weight.grad.dtype == torch.bfloat16
+
+
 def test_second_derivatives(session):
     session()
     model = gm.prepare(mlp())

@@ -772,6 +772,67 @@ def test_checkpoints_that_would_lack_states_are_refused(session, tmp_path, make,
     optimizer.load_state_dict(gm.load(tmp_path / "a", model)["optimizer"])
 
 
+@pytest.mark.parametrize("kind", (torch.optim.Adam, torch.optim.AdamW))
+def test_decoupled_weight_decay_is_an_option_of_each_group(session, kind):
+    """In the constructor's groups, and set later."""
+
+    def trained(prepare):
+        torch.manual_seed(0)
+        model = mlp(2)
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "decoupled_weight_decay": kind is torch.optim.Adam}, {"params": rest}]
+        model, optimizer = prepare(model, kind(groups, lr=1e-2, weight_decay=0.5))
+        run(model, optimizer, range(2))
+        optimizer.param_groups[1]["decoupled_weight_decay"] = False
+        run(model, optimizer, range(2))
+        return values(model)
+
+    session()
+    ours, theirs = trained(gm.prepare), trained(lambda *both: both)
+    for name, value in theirs.items():
+        assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("make", (sgd, adamw, lambda params: GlobalNorm(list(params))))
+def test_an_optimizer_that_follows_takes_the_memory_of_the_one_before(session, make):
+    session()
+    model = mlp(2)
+    taken = []
+    for _ in range(6):
+        optimizer = None
+        model, optimizer = gm.prepare(model, make(model.parameters()))
+        run(model, optimizer, range(2))
+        taken.append(gm.stats()["model_bytes"])
+    assert taken[1:] == taken[:1] * 5
+    assert gm.session().rules == [optimizer.rule]
+
+
+def test_gradients_that_are_cleared_do_not_go_to_the_host(session, monkeypatch):
+    """Another model takes their frames behind each step."""
+
+    def copied(cleared):
+        torch.manual_seed(0)
+        session("2MiB")
+        if not cleared:
+            monkeypatch.setattr(gm.session().arenas, "gradients_discard", lambda: None)
+        model, other = mlp(24), gm.prepare(mlp(24).requires_grad_(False))
+        model, optimizer = gm.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(6):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(other, step)
+        copies = gm.stats()["moved_chunks"]["device to host"]
+        trained = values(model)
+        gm.close()
+        return sum(copies.values()), trained
+
+    (some, ours), (more, theirs) = copied(True), copied(False)
+    same_bits(ours, theirs)
+    assert some < more, (some, more)
+
+
 # ---- states as the user sees them
 def adam(params):
     return torch.optim.AdamW(params, 1e-3)

@@ -120,7 +120,7 @@ class AdamwRule:
         beta1, beta2 = map(float, group["betas"])
         dtype = DTYPES[record.place.dtype]
         step = 1 if record.step is None else 1 + int(record.step)
-        flags = 0 if self.decoupled or group.get("decoupled_weight_decay") else abi.ADAMW_L2
+        flags = 0 if group.get("decoupled_weight_decay", self.decoupled) else abi.ADAMW_L2
         return (
             flags | (abi.ADAMW_SPLIT if record.split else 0),
             dtype,

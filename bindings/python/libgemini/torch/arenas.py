@@ -435,6 +435,12 @@ class Arenas:
             other.object, other.base = tensor.value, 0
         return other
 
+    def gradients_discard(self) -> None:
+        """Nobody wants the bytes of any gradient: they do not go to the host. Late updates still read them."""
+        for (kind, *_), arena in self.handles.items():
+            if kind == "grad":
+                self.session.lib.discard(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))
+
     def gradients_zero(self) -> None:
         """Zeroes all arenas of gradients. Their chunks take no memory until they are written again."""
         for (kind, *_), arena in self.handles.items():

@@ -414,6 +414,12 @@ class Record:
                 f"{self.name}: backward(create_graph=True) would make a gradient that has a graph itself, "
                 "which an arena cannot hold"
             )
+        if fresh.dtype != self.place.dtype:
+            _set_grad(self.param, None)
+            raise GeminiError(
+                f"{self.name}: its gradient is {fresh.dtype} and itself {self.place.dtype} (torch.Tensor.grad_dtype): "
+                "in a session gradients have the type of their parameter"
+            )
         self.session.backward.queue(self, fresh)
         _set_grad(self.param, None)
 
@@ -461,7 +467,9 @@ class Record:
             Whether that gives the same result as torch, which rounds after each factor: one of two factors has to
                 be a power of two. On several ranks, whose elements cannot be multiplied now, always True.
         """
-        if not self.session.ranks and self.scale != 1.0 and not is_exact(self.scale) and not is_exact(factor):
+        exact = is_exact(self.scale) or is_exact(factor)
+        # In between a value of 16 bits with few of them for the exponent may be too small, or too large, to be one.
+        if not self.session.ranks and self.scale != 1.0 and not (exact and self.place.dtype != torch.float16):
             return False
         self.scale *= factor
         self.norm = None
@@ -1377,6 +1385,8 @@ class Model:
         if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
             session.brackets.iteration_end()
         if not session.brackets.iteration:
+            if not session.ranks and not any(record.has_grad for record in session.records):
+                session.arenas.gradients_discard()
             kind = "train" if torch.is_grad_enabled() else "infer"
             session.brackets.iteration_begin(kind, self.label(args, kwargs))
             for model in session.models:

@@ -138,7 +138,8 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(self.rule, AdamwRule):
             inner.register_state_dict_pre_hook(self.refuse_inner)
             inner.register_load_state_dict_pre_hook(self.refuse_inner)
-        session.rules.append(self.rule)
+        used = {id(record.rule) for record in session.records}
+        session.rules[:] = [rule for rule in session.rules if id(rule) in used] + [self.rule]
         if step_in_backward:
             self.rule.step_in_backward(lambda: self.param_groups)
             if not session.ranks:
