@@ -316,7 +316,9 @@ typedef struct gemini_config {
  *           values; or 64 managers are open
  *  @retval GEMINI_ERR_UNSUPPORTED  this build or machine does not have the device; or flags do not fit it; or
  *           file_engine is GEMINI_FILE_ENGINE_URING, and io_uring cannot be set up
- *  @retval GEMINI_ERR_OOM_SYSTEM, GEMINI_ERR_IO  memory, addresses or files could not be reserved
+ *  @retval GEMINI_ERR_OOM_SYSTEM, GEMINI_ERR_OOM_FILE, GEMINI_ERR_IO  memory, addresses or files could not be reserved
+ *  @retval GEMINI_ERR_BUSY  another process or manager has the files of checkpoint_name
+ *  @retval GEMINI_ERR_FORMAT  the files of checkpoint_name do not fit the configuration, are damaged, or are others
  *  At most 64 managers exist at once. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_manager_open(const gemini_config_t *config, gemini_manager_t *mgr_out)
     GEMINI_MUST_CHECK;

@@ -349,7 +349,7 @@ gemini_status_t gmi_host_room(gmi_manager_t *m, uint32_t count) {
           GEMINI_ERR_OOM_HOST, 0, "%s %llu bytes %s not fit in host memory: %llu of the budget %llu are in use%s",
           count > 1 ? "slots that take" : "a slot of", (unsigned long long)(count * gmi_slot_bytes(m)),
           count > 1 ? "do" : "does", (unsigned long long)m->host.used, (unsigned long long)m->config.host_bytes,
-          m->file.store ? " by chunks that are acquired" : " and there is no file tier");
+          m->file.store ? " by chunks that are acquired, and by gemini_host_alloc()" : " and there is no file tier");
     }
     gmi_workers_wait(m, events, GMI_WAIT_ROOM, 0); /* until an update or a transfer ends: reclaim can use its slots */
   }

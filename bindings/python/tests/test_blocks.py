@@ -212,6 +212,7 @@ def test_steady_step_costs_three_calls_a_block():
         "iteration_end": 1,
         "update": 1,
         "zero": 1,
+        "discard": 1,
         "stats": 2,
         "tier_stats": 1,
     }
