@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import ctypes
+import inspect
 import typing
 
 import torch
@@ -25,6 +26,8 @@ if typing.TYPE_CHECKING:
 # After so many backward passes that began with updates pending, the next one waits for them. A GPU may always be one
 # step behind.
 MOST_UNSURE = 16
+# Whether torch's Adam and AdamW ask each group how weights decay; before, the class alone said it.
+DECOUPLED_BY_GROUP = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 
 
 def is_whole(ranges, start):
@@ -120,7 +123,8 @@ class AdamwRule:
         beta1, beta2 = map(float, group["betas"])
         dtype = DTYPES[record.place.dtype]
         step = 1 if record.step is None else 1 + int(record.step)
-        flags = 0 if group.get("decoupled_weight_decay", self.decoupled) else abi.ADAMW_L2
+        decoupled = group.get("decoupled_weight_decay", self.decoupled) if DECOUPLED_BY_GROUP else self.decoupled
+        flags = 0 if decoupled else abi.ADAMW_L2
         return (
             flags | (abi.ADAMW_SPLIT if record.split else 0),
             dtype,
