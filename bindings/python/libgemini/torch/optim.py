@@ -138,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(self.rule, AdamwRule):
             inner.register_state_dict_pre_hook(self.refuse_inner)
             inner.register_load_state_dict_pre_hook(self.refuse_inner)
-        used = {id(record.rule) for record in session.records}
+        used = {id(record.rule) for record in session.records}  # another rule would only keep its states alive
         session.rules[:] = [rule for rule in session.rules if id(rule) in used] + [self.rule]
         if step_in_backward:
             self.rule.step_in_backward(lambda: self.param_groups)

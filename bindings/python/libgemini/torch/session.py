@@ -195,10 +195,6 @@ class Session:
         # Records of parameters whose gradient was assigned, in the order of the assignments.
         self.given: dict[Record, None] = {}
         self.rules: list[typing.Any] = []  # the rule of each prepared optimizer
-        # Of torch's own steps: places of states by id, in the order in which they were taken; and unused places by
-        # (shape, stride, dtype), as heaps of (offset, place).
-        self.states_made: dict[int, typing.Any] = {}
-        self.states_spare: dict[tuple[typing.Any, ...], list[typing.Any]] = {}
         self.rule_of: dict[Record, typing.Any] = {}  # by record of a parameter that is updated in the backward pass
 
     def renew_masters(self) -> None:

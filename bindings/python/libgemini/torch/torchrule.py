@@ -64,7 +64,9 @@ class TorchRule:
         self.by_parameter = plain and type(inner) in BY_PARAMETER
         self.work = {}  # by id of a parameter: its fp32 copy, which the step updates
         self.records = []
-        self.made, self.spare = session.states_made, session.states_spare
+        self.made = {}  # places of states by id, in the order in which they were taken
+        # Unused places by (shape, stride, dtype), as heaps of (offset, place).
+        self.spare = {}
         # By (id of a parameter, name of a state): the place of the state that was adopted last.
         self.homes = {}
 
@@ -132,8 +134,6 @@ class TorchRule:
         self.homes = {key: place for key, place in self.homes.items() if key[0] != id(param)}
         self.records.remove(record)
         record.rule = None
-        if not self.records:
-            self.reclaim(list(self.made.values()))  # for the optimizer that follows
 
     def master(self, record):
         place = master_place(self.session, record)
