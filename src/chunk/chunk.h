@@ -73,10 +73,10 @@ struct gmi_chunk {
                                * still move to another slot */
   bool batch_joined_;         /* that acquire has placed the chunk beside its neighbours: it may not move any more */
   bool loading_;              /* a load will write or has written it, and goes on: nothing else may use it */
-  bool discarded_; /* once no update is deferred, the device copy may be dropped without a copy: gemini_discard() */
-  gmi_cache_note_t note_; /* of its uses by operators that are chosen at run time */
-  uint64_t lazy_zeros_;   /* of a valid host copy: its first so many bytes are zeros that gmi_chunk_host() writes */
-  struct gmi_spec *spec_; /* the unit of speculate.c that reads it or is to write it; or NULL */
+  bool discarded_;            /* nobody wants its bytes once no update is deferred: gemini_discard() */
+  gmi_cache_note_t note_;     /* of its uses by operators that are chosen at run time */
+  uint64_t lazy_zeros_;       /* of a valid host copy: its first so many bytes are zeros that gmi_chunk_host() writes */
+  struct gmi_spec *spec_;     /* the unit of speculate.c that reads it or is to write it; or NULL */
 };
 
 /* ---- queries. The first four read only atomics and need no lock; without it the answer may be outdated at once. */
@@ -208,11 +208,12 @@ enum { GMI_CHUNK_FENCES = 2 + 2 * GMI_USES };
 uint32_t gmi_chunk_fences(const gmi_chunk_t *c, uint32_t mode, gmi_fence_t fences_out[GMI_CHUNK_FENCES]);
 gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c); /* one fence behind all of them; may make streams wait */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c);      /* sets SETTLED if arrive_ has been reached */
+void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence);     /* a copy out of the frame is queued before fence */
+void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);      /* new contents of the frame are queued before fence */
+
 /* Nobody wants the bytes any more, until they are acquired or written again. SETTLED is clear. */
 void gmi_chunk_discard(gmi_manager_t *m, gmi_chunk_t *c);
 static inline void gmi_chunk_keep(gmi_chunk_t *c) { c->discarded_ = false; }
-void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence); /* a copy out of the frame is queued before fence */
-void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);  /* new contents of the frame are queued before fence */
 
 /* ---- where its bytes are. The record is sound after each of these. */
 /* The chunk has no copy: it reads as zeros, or (in_slices) its bytes are in the ranks' slices. */

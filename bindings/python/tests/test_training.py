@@ -1543,6 +1543,24 @@ def test_n14_attributes_of_gradients(session):
 
 
 # ---- gradients that are scaled
+@pytest.mark.parametrize("first, second", ((2.0**-20, 1e6), (1e6, 2.0**-20), (0.3, 2.0**-12)))
+def test_float16_gradients_are_rounded_between_two_factors(session, first, second):
+    """A value between the two is too small or too large for the type."""
+
+    def gradient(prepare):
+        torch.manual_seed(0)
+        model = prepare(nn.Linear(8, 8).half())
+        model(torch.ones(1, 8, dtype=torch.float16)).float().sum().backward()
+        model.weight.grad.fill_(1e-3)
+        model.weight.grad.mul_(first)
+        model.weight.grad.mul_(second)
+        return model.weight.grad.clone()
+
+    session()
+    ours, theirs = gradient(gm.prepare), gradient(lambda model: model)
+    assert torch.equal(ours, theirs), (ours, theirs)
+
+
 def test_n9_gradients_are_rounded_after_each_factor(session):
     """So are norms of them. A step that comes after one factor reads no byte more for it."""
 

@@ -437,12 +437,13 @@ class Arenas:
 
     def gradients_discard(self) -> None:
         """Nobody wants the bytes of any gradient: they do not go to the host. Late updates still read them."""
-        for (kind, *_), arena in self.handles.items():
-            if kind == "grad":
-                self.session.lib.discard(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))
+        self._gradients(self.session.lib.discard)
 
     def gradients_zero(self) -> None:
         """Zeroes all arenas of gradients. Their chunks take no memory until they are written again."""
+        self._gradients(self.session.lib.zero)
+
+    def _gradients(self, call: typing.Callable[[typing.Any, typing.Any], None]) -> None:
         for (kind, *_), arena in self.handles.items():
             if kind == "grad":
-                self.session.lib.zero(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))
+                call(self.session.handle, ctypes.byref(abi.Access(arena, 0, 0, 0, 0, None)))

@@ -465,11 +465,11 @@ class Record:
 
         Returns:
             Whether that gives the same result as torch, which rounds after each factor: one of two factors has to
-                be a power of two. On several ranks, whose elements cannot be multiplied now, always True.
+                be a power of two, and the gradient not float16, where a value between the two may be too small or too
+                large. On several ranks, whose elements cannot be multiplied now, always True.
         """
-        exact = is_exact(self.scale) or is_exact(factor)
-        # In between a value of 16 bits with few of them for the exponent may be too small, or too large, to be one.
-        if not self.session.ranks and self.scale != 1.0 and not (exact and self.place.dtype != torch.float16):
+        exact = self.place.dtype != torch.float16 and (is_exact(self.scale) or is_exact(factor))
+        if not self.session.ranks and self.scale != 1.0 and not exact:
             return False
         self.scale *= factor
         self.norm = None
