@@ -401,9 +401,6 @@ static bool is_written(const held_t *x) { return x->writers || x->host_writer; }
 static bool is_on_device(const held_t *x) { return x->readers || x->writers || x->pins; }
 static bool is_device_held_or_host(const held_t *x) { return is_acquired(x) || x->pins; }
 static bool is_host_written(const held_t *x) { return x->host_writer; }
-static uint32_t busy_mask(int busy, uint32_t others) {
-  return busy == IS_BUSY ? BIT(GEMINI_ERR_BUSY) : busy == MAY_BE_BUSY ? others | BIT(GEMINI_ERR_BUSY) : others;
-}
 
 static uint64_t frames_held(const thread_t *t, const holds_t *h) {
   uint64_t count = 0;
@@ -446,6 +443,16 @@ static uint32_t below_mask(const thread_t *t, uint64_t need) {
   for (int s = 0; s < SLOTS; s++)
     for (int i = 0; i < CHUNKS; i++) held += h.of[s][i].host_users > 0;
   return atomic_load(&p->budget[GEMINI_TIER_HOST]) / slot_of(t) >= held + need + 2 ? 0 : full;
+}
+/* Updates that are pending are queued first, and may find no room below the device before anyone asks who is busy. */
+static uint32_t pending_mask(const thread_t *t) {
+  figures_t s = { 0 };
+  MUST(t, figures_read(t->p->mgr, &s));
+  return !t->p->exact || s.pending_updates ? below_mask(t, 0) : 0;
+}
+static uint32_t busy_mask(const thread_t *t, int busy, uint32_t others) {
+  if (busy == IS_BUSY) return BIT(GEMINI_ERR_BUSY) | pending_mask(t);
+  return busy == MAY_BE_BUSY ? others | BIT(GEMINI_ERR_BUSY) : others;
 }
 /* May it be impossible to lay the chunks of a host range side by side? Chunks that are acquired on the host stay where
  * they are: those of the range itself may lie apart, those of others may leave no gap that is long enough. */
@@ -666,7 +673,7 @@ static bool check_by_store(thread_t *t, const open_t *o) {
   uint64_t at = below(&t->rng, 10000);
   int busy = range_check(t, o->arena, o->offset, o->size, is_written);
   if (busy == IS_BUSY && below_mask(t, 1)) busy = MAY_BE_BUSY; /* no memory before it came to that chunk */
-  uint32_t allowed = content_other(t, o) ? BIT(GEMINI_ERR_STATE) : busy_mask(busy, OK | below_mask(t, 1));
+  uint32_t allowed = content_other(t, o) ? BIT(GEMINI_ERR_STATE) : busy_mask(t, busy, OK | below_mask(t, 1));
   gemini_status_t status = gemini_store(t->p->mgr, &o->access, t->fd, at);
   EXPECT(t, status, allowed, "gemini_store");
   if (status) return false;
@@ -763,14 +770,12 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
   uint32_t allowed = OK | BIT(GEMINI_ERR_OOM_DEVICE) | below_mask(t, host_chunks);
   if (wrong) {
     allowed = BIT(GEMINI_ERR_STATE);
-  } else if (busy == IS_BUSY) {
-    allowed = BIT(GEMINI_ERR_BUSY);
   } else {
     if (t->p->exact && t->chunk) allowed = device_mask(t, frames_held(t, &h)) | below_mask(t, host_chunks);
     if (run && t->p->exact && t->chunk) allowed = BIT(GEMINI_ERR_UNSUPPORTED) | below_mask(t, host_chunks);
     else if (run) allowed |= BIT(GEMINI_ERR_UNSUPPORTED);
     if (apart) allowed |= BIT(GEMINI_ERR_OOM_HOST);
-    allowed = busy_mask(busy, allowed);
+    allowed = busy_mask(t, busy, allowed);
   }
   gemini_status_t status = gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
   note(t, " -> %d", status);
@@ -906,7 +911,7 @@ static void step_move(thread_t *t) {
   if (device && (!t->p->exact || !t->chunk || frames_held(t, &h) > frames(t))) allowed |= BIT(GEMINI_ERR_OOM_DEVICE);
   if (busy == IS_BUSY && allowed != OK) busy = MAY_BE_BUSY;
   if (device && leaving && !busy) busy = MAY_BE_BUSY; /* one chunk to two places */
-  EXPECT(t, gemini_move(t->p->mgr, accesses, n), busy_mask(busy, allowed), "gemini_move");
+  EXPECT(t, gemini_move(t->p->mgr, accesses, n), busy_mask(t, busy, allowed), "gemini_move");
 }
 static void step_hint(thread_t *t) {
   gemini_access_t accesses[4];
@@ -935,7 +940,7 @@ static void step_pin(thread_t *t) {
   if (busy == IS_BUSY && allowed != OK) busy = MAY_BE_BUSY; /* whichever comes first */
   gemini_status_t status = gemini_pin(t->p->mgr, &o.access);
   note(t, " -> %d", status);
-  EXPECT(t, status, busy_mask(busy, allowed | below_mask(t, 2)), "gemini_pin");
+  EXPECT(t, status, busy_mask(t, busy, allowed | below_mask(t, 2)), "gemini_pin");
   if (!status) t->pins[t->pin_count++] = o;
 }
 static void unpin(thread_t *t, int index) {
@@ -1049,7 +1054,7 @@ static void step_zero(thread_t *t) {
     o.access.offset_bytes = o.access.size_bytes = 0;
   }
   note(t, " %s%d+%" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size);
-  uint32_t allowed = busy_mask(range_check(t, o.arena, o.offset, o.size, is_acquired), OK | below_mask(t, 1));
+  uint32_t allowed = busy_mask(t, range_check(t, o.arena, o.offset, o.size, is_acquired), OK | below_mask(t, 1));
   /* Chunk after chunk: where one may not get room on the host, only one. */
   if (below_mask(t, 1) && t->chunk && o.offset / t->chunk != (o.offset + o.size - 1) / t->chunk) return;
   gemini_status_t status = gemini_zero(t->p->mgr, &o.access);
@@ -1080,7 +1085,7 @@ static void step_load(thread_t *t) {
   NEED(t, pwrite(t->fd, content, has, (off_t)at) == (ssize_t)has);
   note(t, " %s%d+%" PRIu64 " %" PRIu64, o.tensor < 0 ? "arena " : "t", o.tensor < 0 ? o.arena : o.tensor, o.size, has);
   uint32_t allowed = has == o.size ? OK : BIT(GEMINI_ERR_FORMAT);
-  allowed = busy_mask(range_check(t, o.arena, o.offset, o.size, is_acquired), allowed | below_mask(t, 1));
+  allowed = busy_mask(t, range_check(t, o.arena, o.offset, o.size, is_acquired), allowed | below_mask(t, 1));
   /* Pinned to the device: cannot be read into the host. */
   int pinned = range_check(t, o.arena, o.offset, o.size, is_acquired_or_pinned);
   if (pinned == IS_BUSY && allowed != BIT(GEMINI_ERR_BUSY)) {
@@ -1325,7 +1330,7 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
   note(t, " %" PRIu64 "+%" PRIu64 "%s", first, span, update.flags ? " late" : "");
   gemini_status_t status = gemini_update(t->p->mgr, &update);
   note(t, " -> %d", status);
-  uint32_t allowed = busy_mask(busy, OK | (room & BIT(GEMINI_ERR_OOM_HOST)));
+  uint32_t allowed = busy_mask(t, busy, OK | (room & BIT(GEMINI_ERR_OOM_HOST)));
   if (refused) allowed = refused | (allowed & BIT(GEMINI_ERR_BUSY));
   EXPECT(t, status, allowed, "gemini_update");
   if (status) {
@@ -1621,7 +1626,7 @@ static void step_state(thread_t *t) {
     allowed = BIT(GEMINI_ERR_STATE);
   } else if (state == GEMINI_STATE_FREE) {
     if (below_mask(t, 1) && t->chunk && x->offset / t->chunk != (x->offset + x->size - 1) / t->chunk) return;
-    allowed = busy_mask(range_check(t, x->arena, x->offset, x->size, is_acquired), OK | below_mask(t, 1));
+    allowed = busy_mask(t, range_check(t, x->arena, x->offset, x->size, is_acquired), OK | below_mask(t, 1));
   }
   note(t, " t%d %u", index, state);
   gemini_status_t status = gemini_tensor_state_set(t->p->mgr, x->handle, state);
