@@ -105,12 +105,17 @@ void gmi_balance_check(gmi_manager_t *m) { (void)m; }
 #endif
 
 /* Sets valid_, and DIRTY accordingly: the fast path cannot read valid_, which the lock guards, so it reads the flag.
- * The load before the clear saves an atomic write in the usual case. */
-static void set_valid(gmi_chunk_t *c, uint32_t valid) {
+ * The load before the clear saves an atomic write in the usual case. With DIRTY the fast path lets streams write, and
+ * it does not look at copied_out_: SETTLED goes first while that copy is under way. */
+static void set_valid(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid) {
   c->valid_ = (uint8_t)valid;
   if (!(valid & GMI_VALID_HOST)) c->lazy_zeros_ = 0;
-  if (valid == GMI_VALID_DEVICE) atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);
-  else if (atomic_load(&c->word_) & GMI_CHUNK_DIRTY) atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);
+  if (valid == GMI_VALID_DEVICE) {
+    if (!gmi_fence_reached(m, c->copied_out_)) atomic_fetch_and(&c->word_, ~GMI_CHUNK_SETTLED);
+    atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);
+  } else if (atomic_load(&c->word_) & GMI_CHUNK_DIRTY) {
+    atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);
+  }
 }
 
 void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index, bool in_slices) {
@@ -121,7 +126,7 @@ void gmi_chunk_init(gmi_chunk_t *c, uint32_t arena, uint32_t index, bool in_slic
   c->valid_ = in_slices ? GMI_VALID_SLICES : GMI_VALID_ZERO;
 }
 void gmi_chunk_slices_valid(gmi_manager_t *m, gmi_chunk_t *c) {
-  set_valid(c, c->valid_ | GMI_VALID_SLICES);
+  set_valid(m, c, c->valid_ | GMI_VALID_SLICES);
   changed(m, c);
 }
 
@@ -384,7 +389,10 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
 
 /* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
-  if (!c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
+  const bool writable = atomic_load(&c->word_) & GMI_CHUNK_DIRTY; /* without the lock: see set_valid() */
+  if (!c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_) &&
+      (!writable || gmi_fence_reached(m, c->copied_out_)))
+    atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
 }
 void gmi_chunk_discard(gmi_manager_t *m, gmi_chunk_t *c) {
   c->discarded_ = true;
@@ -408,7 +416,7 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
   uses_clear(&c->writes_);
   atomic_store_explicit(&c->touched_, atomic_fetch_add_explicit(&m->frames.clock, 1, memory_order_relaxed) + 1,
                         memory_order_relaxed);
-  if (!fresh) set_valid(c, c->valid_ | GMI_VALID_DEVICE);
+  if (!fresh) set_valid(m, c, c->valid_ | GMI_VALID_DEVICE);
   uint32_t word = GMI_CHUNK_RESIDENT;
   /* The fast path looks only at the flags: while updates of the chunk are left to queue, it must not find SETTLED, so
    * that acquires take the lock and queue them first; likewise while it is speculated from, which a write ends, and
@@ -456,7 +464,7 @@ uint32_t gmi_chunk_departed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t becomes, 
   (void)fence;
   GMI_ASSERT(c->frame_ != GMI_NONE && !(atomic_load(&c->word_) & GMI_CHUNK_USERS));
   uint32_t frame = leave_frame(m, c);
-  set_valid(c, becomes ? becomes : c->valid_ & ~(uint32_t)GMI_VALID_DEVICE);
+  set_valid(m, c, becomes ? becomes : c->valid_ & ~(uint32_t)GMI_VALID_DEVICE);
   changed(m, c);
   return frame;
 }
@@ -475,7 +483,7 @@ static uint32_t block_take(gmi_manager_t *m, gmi_chunk_t *c) {
 uint32_t gmi_chunk_wrote_device(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(c->frame_ != GMI_NONE && !c->spec_);
   uint32_t block = block_take(m, c);
-  set_valid(c, GMI_VALID_DEVICE);
+  set_valid(m, c, GMI_VALID_DEVICE);
   changed(m, c);
   return block;
 }
@@ -488,7 +496,7 @@ static void only(gmi_manager_t *m, gmi_chunk_t *c, uint32_t valid, uint32_t *fra
   *frame_out = c->frame_ != GMI_NONE ? leave_frame(m, c) : GMI_NONE;
   *block_out = block_take(m, c);
   gmi_chunk_keep(c);
-  set_valid(c, valid);
+  set_valid(m, c, valid);
   changed(m, c);
 }
 void gmi_chunk_wrote_host(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uint32_t *block_out) {
@@ -499,7 +507,7 @@ void gmi_chunk_zeroed(gmi_manager_t *m, gmi_chunk_t *c, uint32_t *frame_out, uin
   only(m, c, GMI_VALID_ZERO, frame_out, block_out);
 }
 void gmi_chunk_host_valid(gmi_manager_t *m, gmi_chunk_t *c) {
-  set_valid(c, c->valid_ | GMI_VALID_HOST);
+  set_valid(m, c, c->valid_ | GMI_VALID_HOST);
   changed(m, c);
 }
 void gmi_chunk_lazy_zeros_write(gmi_manager_t *m, gmi_chunk_t *c, uint8_t *slot) {
@@ -511,30 +519,30 @@ void gmi_chunk_lazy_zeros_set(gmi_manager_t *m, gmi_chunk_t *c, uint64_t bytes) 
   changed(m, c);
 }
 void gmi_chunk_host_lost(gmi_manager_t *m, gmi_chunk_t *c) {
-  set_valid(c, c->valid_ & ~(uint32_t)GMI_VALID_HOST);
+  set_valid(m, c, c->valid_ & ~(uint32_t)GMI_VALID_HOST);
   changed(m, c);
 }
 void gmi_chunk_read_failed(gmi_manager_t *m, gmi_chunk_t *c, gmi_io_t *io, uint32_t block) {
   if (block != GMI_NONE) block_set(m, c, block);
   uint32_t valid = c->valid_ & ~(uint32_t)GMI_VALID_HOST;
-  set_valid(c, c->block_ != GMI_NONE ? valid | GMI_VALID_FILE : valid);
+  set_valid(m, c, c->block_ != GMI_NONE ? valid | GMI_VALID_FILE : valid);
   c->failed_read_ = io;
   changed(m, c);
 }
 void gmi_chunk_block_valid(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
   block_set(m, c, block);
-  set_valid(c, c->valid_ | GMI_VALID_FILE);
+  set_valid(m, c, c->valid_ | GMI_VALID_FILE);
   changed(m, c);
 }
 uint32_t gmi_chunk_block_lost(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t block = block_take(m, c);
-  set_valid(c, c->valid_ & ~(uint32_t)GMI_VALID_FILE);
+  set_valid(m, c, c->valid_ & ~(uint32_t)GMI_VALID_FILE);
   changed(m, c);
   return block;
 }
 void gmi_chunk_below_host(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(c->frame_ == GMI_NONE);
-  set_valid(c, c->valid_ & (GMI_VALID_FILE | GMI_VALID_ZERO));
+  set_valid(m, c, c->valid_ & (GMI_VALID_FILE | GMI_VALID_ZERO));
   changed(m, c);
 }
 bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
@@ -545,7 +553,7 @@ bool gmi_chunk_block_claim(gmi_manager_t *m, gmi_chunk_t *c, uint32_t block) {
 void gmi_chunk_block_unclaim(gmi_manager_t *m, gmi_chunk_t *c) { (void)block_take(m, c); }
 void gmi_chunk_resumed(gmi_manager_t *m, gmi_chunk_t *c) {
   GMI_ASSERT(c->block_ != GMI_NONE && !c->spec_);
-  set_valid(c, GMI_VALID_FILE);
+  set_valid(m, c, GMI_VALID_FILE);
   changed(m, c);
 }
 

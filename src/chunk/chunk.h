@@ -25,7 +25,9 @@
 #include "policy/cache.h"
 
 #define GMI_CHUNK_RESIDENT (1u << 31) /* the chunk has a frame, which holds its bytes once arrive_ is reached */
-#define GMI_CHUNK_SETTLED (1u << 30)  /* acquires may skip the lock: arrive_ is reached, no update is left to queue */
+/* SETTLED: acquires may skip the lock. arrive_ is reached, no update is left to queue, and if DIRTY, copied_out_ is
+ * reached, too. */
+#define GMI_CHUNK_SETTLED (1u << 30)
 #define GMI_CHUNK_DIRTY (1u << 29)    /* the device copy is the only valid copy */
 #define GMI_CHUNK_WRITERS 0x1fff0000u /* count of the users that may write */
 #define GMI_CHUNK_WRITER 0x00010000u  /* one such user */
@@ -207,7 +209,7 @@ gemini_status_t gmi_chunk_wait(gmi_manager_t *m, uint32_t stream, gmi_chunk_t *c
 enum { GMI_CHUNK_FENCES = 2 + 2 * GMI_USES };
 uint32_t gmi_chunk_fences(const gmi_chunk_t *c, uint32_t mode, gmi_fence_t fences_out[GMI_CHUNK_FENCES]);
 gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c); /* one fence behind all of them; may make streams wait */
-void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c);      /* sets SETTLED if arrive_ has been reached */
+void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c);      /* sets SETTLED if what it needs has been reached */
 void gmi_chunk_copied(gmi_chunk_t *c, gmi_fence_t fence);     /* a copy out of the frame is queued before fence */
 void gmi_chunk_fills(gmi_chunk_t *c, gmi_fence_t fence);      /* new contents of the frame are queued before fence */
 
