@@ -240,13 +240,14 @@ static void resolve_chosen(gmi_manager_t *m, bool block) {
   }
 }
 
-/* Reads the times of all ended ops whose end has been reached, in order. A time is unknown (UINT64_MAX) if a mark is
+/* Reads the times of ended ops whose end has been reached, in order. A time is unknown (UINT64_MAX) if a mark is
  * too old to be read. Foreseen stalls are subtracted from the op's time; unforeseen ones remain part of it, because
  * the planner's model lacks them. Both count in gemini_stats_t.stall_ns. */
-void gmi_tracer_resolve(gmi_manager_t *m, bool block) {
+void gmi_tracer_resolve(gmi_manager_t *m, bool block, uint32_t most) {
   gmi_tracer_t *t = m->trace.tracer;
   resolve_chosen(m, block);
   uint32_t ended = t->record.op_count - (t->op_open && t->record.op_count ? 1 : 0);
+  if ((uint64_t)t->resolved + most < ended) ended = t->resolved + most;
   for (; t->resolved < ended; t->resolved++) {
     timing_t *k = &t->timings[t->resolved];
     if (k->end && !gmi_fence_reached(m, k->end)) {
