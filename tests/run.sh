@@ -6,8 +6,9 @@
 # tsan: build/tsan, thread sanitizer. valgrind: build/valgrind, what makes sense in Memcheck, which sees the code as it is
 # delivered. torch-oldest, torch-gpu, torch-newest: Python's tests with the oldest version of torch that is promised,
 # that of the machines with GPUs (a part of the tests) and the newest one (tests/torch.sh). GEMINI_STRESS_STEPS sets the
-# length of stress tests in every lane. --tidy removes what a torch lane installed once it has run, 5.5 GB each, so that
-# 12 GB of disk are enough for all lanes instead of 22 GB.
+# length of stress tests in every lane, GEMINI_STRESS_SEED their programs, which otherwise follow from the commit and the
+# lane: the same commit is tested by the same ones. --tidy removes what a torch lane installed once it has run, 5.5 GB
+# each, so that 12 GB of disk are enough for all lanes instead of 22 GB.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -23,7 +24,7 @@ while (($#)); do
       fi
       lanes+=("$2"); shift 2 ;;
     --tidy) tidy=1; shift ;;
-    --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "run.sh: $1: unknown option, want --lane or --tidy" >&2; exit 2 ;;
   esac
 done
@@ -65,10 +66,17 @@ steps_of() {
 # Of the tester's programs, which take the thread sanitizer longest.
 tester_steps_of() { if [[ $1 == tsan ]]; then echo 5000; fi; }
 
+# Nothing where there is no commit: then they follow from the clock.
+seed_of() {
+  local commit
+  commit=$(git rev-parse HEAD 2>/dev/null) && echo $((16#${commit:0:7} + 10#$(cksum <<<"$1" | cut -c1-7)))
+}
+
 failed=()
 for name in "${lanes[@]}"; do
   begin=$SECONDS
-  GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} \
+  GEMINI_STRESS_SEED=${GEMINI_STRESS_SEED:-$(seed_of "$name")} \
+    GEMINI_STRESS_STEPS=${GEMINI_STRESS_STEPS:-$(steps_of "$name")} \
     GEMINI_TESTER_STEPS=${GEMINI_TESTER_STEPS:-$(tester_steps_of "$name")} lane "$name" || failed+=("$name")
   if ((tidy)) && [[ $name == torch-* ]]; then rm -rf "build/venv-$name" build/venv-page build/uv; fi
   took+=", $name $((SECONDS - begin)) s"

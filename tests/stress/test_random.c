@@ -1337,15 +1337,17 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
   note(t, " %" PRIu64 "+%" PRIu64 "%s", first, span, update.flags ? " late" : "");
   gemini_status_t status = gemini_update(t->p->mgr, &update);
   note(t, " -> %d", status);
-  uint32_t allowed = busy_mask(t, busy, OK | (room & BIT(GEMINI_ERR_OOM_HOST)));
+  uint32_t full = room & BIT(GEMINI_ERR_OOM_HOST);
+  if (full && !update.flags) full |= BIT(GEMINI_ERR_PENDING); /* what is pending before it took the room it had */
+  uint32_t allowed = busy_mask(t, busy, OK | full);
   if (refused) allowed = refused | (allowed & BIT(GEMINI_ERR_BUSY));
   EXPECT(t, status, allowed, "gemini_update");
-  if (status) {
+  if (status && status != GEMINI_ERR_PENDING) {
     u->wanted = 0;
     return;
   }
   model_update(t, u, arenas, root, first, span);
-  if (!update.flags) NEED(t, atomic_load(&u->done) == span);
+  if (!update.flags && !status) NEED(t, atomic_load(&u->done) == span);
 }
 static int pick_root(thread_t *t, uint64_t *r) {
   int roots[ARENAS], count = 0;
