@@ -32,6 +32,7 @@ typedef struct {
   uint64_t ranks, chunk, chunks, frames, passes, bucket;
   uint32_t device;
   bool registers;
+  const char *timeline; /* or NULL */
 } options_t;
 typedef struct {
   const options_t *o;
@@ -291,6 +292,13 @@ static bool print_row(const rank_t *k, double rates[2][KINDS]) {
   return row_end(&row);
 }
 
+/* One more pass of the library, which the first rank records. */
+static bool timeline_pass(rank_t *k) {
+  double took[KINDS];
+  if (!k->rank && gemini_timeline_start(k->mgr, k->o->timeline)) return false;
+  return library_pass(k, false, took) && (k->rank || !gemini_timeline_stop(k->mgr));
+}
+
 static int run_rank(const options_t *o, uint32_t rank, const gemini_group_id_t *id) {
   rank_t k = { .o = o, .rank = rank };
   static double seconds[2][KINDS][PASSES_MAX];
@@ -304,6 +312,7 @@ static int run_rank(const options_t *o, uint32_t rank, const gemini_group_id_t *
       for (int kind = 0; kind < KINDS && p >= WARM_UP; kind++) seconds[ring][kind][p - WARM_UP] = took[kind];
     }
   }
+  if (o->timeline && !timeline_pass(&k)) return fail(&k, "no timeline");
   for (int ring = 0; ring < 2; ring++)
     for (int kind = 0; kind < KINDS; kind++) {
       cli_sort(seconds[ring][kind], o->passes);
@@ -330,6 +339,8 @@ int main(int argc, char **argv) {
     { "register", CLI_FLAG, &o.registers, "the frames that the library gathers into, with NCCL", 0, 0, NULL },
     { "bucket", CLI_SIZE, &o.bucket, "of gradients that the library adds together", 0, UINT64_C(1) << 34, NULL },
     { "passes", CLI_U64, &o.passes, "of each kind, by turns; the median counts", 1, PASSES_MAX, NULL },
+    { "timeline", CLI_STRING, &o.timeline, "write a timeline of one more pass of the first rank to this file", 0, 0,
+      NULL },
     { "device", CLI_CHOICE, &o.device, "simulated ones, over shared memory, or GPUs, over NCCL", 0, 0, devices },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
   };

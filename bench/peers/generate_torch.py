@@ -189,7 +189,7 @@ def main():
     import libgemini
 
     cuda = torch.cuda.is_available() and options.device != "cpu"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     gm = None
     few = min(options.tokens, options.peer_tokens)
     tokens = few if options.system == "accelerate" else options.tokens
@@ -208,8 +208,10 @@ def main():
     token_bytes = 2 * blocks * width // heads * key_heads * 2  # keys and values of bf16
     cache_bytes = options.batch * token_bytes * (options.prompt + tokens)
     moves_cache = options.cache in ("gemini", "offloaded")
-    rate = link_rate(torch, device)
-    if cuda:
+    # The allocator of the whole process comes before anything uses CUDA: then the link is measured at the end.
+    late = options.system == "gemini" and options.allocator == "process" and cuda
+    rate = 0.0 if late else link_rate(torch, device)
+    if cuda and not late:
         torch.cuda.empty_cache()
     if folder:
         reading, in_files = weights.read(folder)
@@ -309,6 +311,7 @@ def main():
     from_files = 0.0
     if folder and gm and options.host_mem:
         from_files = max(missing - libgemini.parse_bytes(options.host_mem), 0) * reading / in_files
+    rate = rate or link_rate(torch, device)
     bound = max(missing / rate, from_files)
     row = {
         "bench": "generate_torch",
