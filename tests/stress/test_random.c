@@ -52,6 +52,7 @@ enum {
   STREAMS = 3,
   UPDATES = 512,
   LOG_LINES = 40,
+  DISCARDS = 4,
   PROGRAM_SECONDS = 540 /* then it hangs */
 };
 #define BIG_BYTES (UINT64_C(1) << 30) /* more than a program can use */
@@ -112,6 +113,8 @@ typedef struct {
   uint32_t names;
   struct update *updates[UPDATES];
   int update_count;
+  open_t discards[DISCARDS]; /* ranges whose chunks may be zeros by now, until settle() has looked */
+  int discard_count;
   char log[LOG_LINES][700];
   /* thread 0 */
   bool iteration, op, refused, trace_saved, arenas_changed, timeline;
@@ -1180,6 +1183,56 @@ static void step_norm(thread_t *t) {
   if (!status && memcmp(&got, &again, sizeof got)) FAIL(t, "norm is %.17g, then %.17g", got, again);
 }
 
+/* ---- discarding */
+/* Where nobody has any of its chunks, each whole one may become zeros from now on; late updates still read what was
+ * there. */
+static void discard(thread_t *t, open_t *o) {
+  if (t->discard_count == DISCARDS || t->arenas[o->arena].shared || !t->chunk || !o->size || below_mask(t, 1)) return;
+  if (range_check(t, o->arena, o->offset, o->size, is_acquired_or_pinned) != FREE_TO) return;
+  note(t, " discards %s%d+%" PRIu64 "+%" PRIu64, o->tensor < 0 ? "arena " : "t", o->tensor < 0 ? o->arena : o->tensor,
+       o->offset, o->size);
+  MUST(t, gemini_discard(t->p->mgr, &o->access));
+  if (!in_reusing_set(t, o->arena)) t->discards[t->discard_count++] = *o; /* others stay as they are */
+  o->access.tier = GEMINI_TIER_HOST;
+  if (chance(&t->rng, 2)) MUST(t, gemini_move(t->p->mgr, &o->access, 1)); /* which drops what it has */
+}
+/* From a chunk on to the end. */
+static void discard_arena(thread_t *t, int arena) {
+  const uint64_t size = t->arenas[arena].size, chunks = t->chunk ? size / t->chunk : 0;
+  open_t o = { .arena = arena, .tensor = -1, .slot = store_of(t, arena)->slot };
+  o.offset = chunks && chance(&t->rng, 3) ? below(&t->rng, chunks) * t->chunk : 0;
+  o.size = size - o.offset;
+  o.access = (gemini_access_t)ACCESS(t->arenas[arena].handle, o.offset, o.size, 0, 0);
+  discard(t, &o);
+}
+static void step_discard(thread_t *t) {
+  open_t o;
+  if (!pick_range(t, &t->rng, false, &o)) return;
+  if (chance(&t->rng, 2) && !in_reusing_set(t, o.arena)) discard_arena(t, o.arena);
+  else discard(t, &o);
+}
+/* Looks at what was discarded: each of its chunks is what it was, or zeros, which the model then has, too. */
+static void settle(thread_t *t) {
+  while (t->discard_count) {
+    const open_t *o = &t->discards[--t->discard_count];
+    const uint64_t end = o->offset + o->size, last = t->arenas[o->arena].size;
+    uint8_t *got = malloc(o->size), *want = model(t->p, o->slot, o->offset);
+    NEED(t, got);
+    MUST(t, gemini_store(t->p->mgr, &o->access, t->fd, 0));
+    NEED(t, pread(t->fd, got, o->size, 0) == (ssize_t)o->size);
+    for (uint64_t at = o->offset, part; at < end; at += part) {
+      const uint64_t edge = (at / t->chunk + 1) * t->chunk, i = at - o->offset;
+      part = (edge < end ? edge : end) - at;
+      const bool whole = at % t->chunk == 0 && at + part == (edge < last ? edge : last);
+      bool zeros = whole;
+      for (uint64_t k = i; zeros && k < i + part; k++) zeros = !got[k];
+      if (zeros) memset(want + i, 0, part);
+      else compare(t, t->step, "what was discarded", got + i, want + i, part);
+    }
+    free(got);
+  }
+}
+
 /* ---- updates */
 /* Integer arithmetic on the elements' bits; all zero gives zero, so that what lies between tensors stays so. */
 static void update_elements(const update_t *u, uint8_t *const *ptr, uint64_t first, uint64_t count) {
@@ -1267,6 +1320,7 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
   int members[ARENAS], n = set_members(t, root, members), arenas[8], count = 0;
   uint64_t elements = t->arenas[root].size / t->arenas[root].element_bytes, first = 0, span = elements;
   if (!elements || t->update_count == UPDATES) return;
+  settle(t);
   update_t *u = calloc(1, sizeof *u);
   NEED(t, u);
   bool param = false, gradient = false;
@@ -1347,6 +1401,8 @@ static void update_set(thread_t *t, uint64_t *r, int root, bool all) {
     return;
   }
   model_update(t, u, arenas, root, first, span);
+  for (int i = 0; i < count && update.flags && !in_reusing_set(t, root) && chance(r, 3); i++)
+    if (u->modes[i] == GEMINI_READ) discard_arena(t, arenas[i]);
   if (!update.flags && !status) NEED(t, atomic_load(&u->done) == span);
 }
 static int pick_root(thread_t *t, uint64_t *r) {
@@ -1848,34 +1904,36 @@ typedef struct {
   void (*run)(thread_t *t);
   uint32_t weight;
   bool first_only; /* by thread 0 */
+  bool keeps;      /* reads and writes no bytes of arenas: what was discarded may stay so */
 } step_t;
 static const step_t steps[] = {
-  { "acquire", step_acquire, 26, false },
-  { "release", step_release, 16, false },
-  { "use", step_use, 6, false },
-  { "alloc", step_alloc, 6, false },
-  { "free", step_free, 5, false },
-  { "use_alloc", step_use_alloc, 3, false },
-  { "zero", step_zero, 5, false },
-  { "load", step_load, 4, false },
-  { "store", step_store, 5, false },
-  { "norm", step_norm, 4, false },
-  { "move", step_move, 6, false },
-  { "hint", step_hint, 4, false },
-  { "pin", step_pin, 2, false },
-  { "unpin", step_unpin, 3, false },
-  { "update", step_update, 6, false },
-  { "update_wait", step_update_wait, 1, false },
-  { "register", step_register, 6, false },
-  { "unregister", step_unregister, 1, false },
-  { "take", step_take, 1, false },
-  { "arena", step_arena, 2, false },
-  { "state", step_state, 3, false },
-  { "info", step_info, 2, false },
-  { "stream", step_stream, 2, false },
-  { "budget", step_budget, 3, true },
-  { "iteration", step_iteration, 14, true },
-  { "insight", step_insight, 3, true },
+  { "acquire", step_acquire, 26, false, false },
+  { "release", step_release, 16, false, false },
+  { "use", step_use, 6, false, false },
+  { "alloc", step_alloc, 6, false, true },
+  { "free", step_free, 5, false, true },
+  { "use_alloc", step_use_alloc, 3, false, true },
+  { "zero", step_zero, 5, false, false },
+  { "load", step_load, 4, false, false },
+  { "store", step_store, 5, false, false },
+  { "norm", step_norm, 4, false, false },
+  { "move", step_move, 6, false, true },
+  { "hint", step_hint, 4, false, true },
+  { "pin", step_pin, 2, false, true },
+  { "unpin", step_unpin, 3, false, true },
+  { "discard", step_discard, 6, false, true },
+  { "update", step_update, 6, false, false },
+  { "update_wait", step_update_wait, 1, false, true },
+  { "register", step_register, 6, false, false },
+  { "unregister", step_unregister, 1, false, false },
+  { "take", step_take, 1, false, false },
+  { "arena", step_arena, 2, false, false },
+  { "state", step_state, 3, false, false },
+  { "info", step_info, 2, false, true },
+  { "stream", step_stream, 2, false, true },
+  { "budget", step_budget, 3, true, false },
+  { "iteration", step_iteration, 14, true, false },
+  { "insight", step_insight, 3, true, false },
 };
 enum { STEP_KINDS = sizeof steps / sizeof *steps };
 
@@ -1919,12 +1977,14 @@ static void *thread_run(void *user) {
       step = &steps[kind];
     }
     snprintf(t->log[t->step % LOG_LINES], sizeof t->log[0], "%d.%" PRIu64 " %s", t->id, t->step, step->name);
+    if (!step->keeps) settle(t);
     step->run(t);
     if (print_steps) fprintf(stderr, "%s\n", t->log[t->step % LOG_LINES]);
     check_stats(t);
   }
   t->step++;
   snprintf(t->log[t->step % LOG_LINES], sizeof t->log[0], "%d.%" PRIu64 " end", t->id, t->step);
+  settle(t);
   if (t->iteration) iteration_end(t);
   release_all(t);
   while (t->pin_count) unpin(t, 0);
