@@ -1189,10 +1189,14 @@ static void step_norm(thread_t *t) {
 static void discard(thread_t *t, open_t *o) {
   if (t->discard_count == DISCARDS || t->arenas[o->arena].shared || !t->chunk || !o->size || below_mask(t, 1)) return;
   if (range_check(t, o->arena, o->offset, o->size, is_acquired_or_pinned) != FREE_TO) return;
+  for (int i = 0; i < t->discard_count; i++) /* each is looked at by itself */
+    if (t->discards[i].slot == o->slot && overlap(t->discards[i].offset, t->discards[i].size, o->offset, o->size))
+      return;
   note(t, " discards %s%d+%" PRIu64 "+%" PRIu64, o->tensor < 0 ? "arena " : "t", o->tensor < 0 ? o->arena : o->tensor,
        o->offset, o->size);
   MUST(t, gemini_discard(t->p->mgr, &o->access));
-  if (!in_reusing_set(t, o->arena)) t->discards[t->discard_count++] = *o; /* others stay as they are */
+  const arena_t *a = &t->arenas[o->arena];
+  if (a->reuse < 0 && !a->reused) t->discards[t->discard_count++] = *o; /* others stay as they are */
   o->access.tier = GEMINI_TIER_HOST;
   if (chance(&t->rng, 2)) MUST(t, gemini_move(t->p->mgr, &o->access, 1)); /* which drops what it has */
 }
@@ -1635,9 +1639,10 @@ static void destroy_arena(thread_t *t, int index) {
   for (int i = 0; i < t->pin_count; i++)
     if (t->pins[i].arena == index && !busy && !followed) return; /* it could not be unpinned by its name */
   note(t, " a%d", index);
+  const uint32_t pending = pending_mask(t);
   gemini_status_t status = gemini_arena_destroy(t->p->mgr, a->handle);
   note(t, " -> %d", status);
-  uint32_t allowed = busy || followed ? BIT(GEMINI_ERR_BUSY) : OK;
+  uint32_t allowed = (busy || followed ? BIT(GEMINI_ERR_BUSY) : OK) | pending;
   if (a->reuse >= 0 && !followed) allowed |= below_mask(t, 1); /* gradients become zeros, which may need room */
   EXPECT(t, status, allowed, "gemini_arena_destroy");
   if (status) return;
