@@ -1215,25 +1215,24 @@ static void step_discard(thread_t *t) {
   if (chance(&t->rng, 2) && !in_reusing_set(t, o.arena)) discard_arena(t, o.arena);
   else discard(t, &o);
 }
-/* Looks at what was discarded: each of its chunks is what it was, or zeros, which the model then has, too. */
+/* Acquires what was discarded, which ends that: each chunk is what it was, or zeros, which the model then has, too. */
 static void settle(thread_t *t) {
   while (t->discard_count) {
     const open_t *o = &t->discards[--t->discard_count];
     const uint64_t end = o->offset + o->size, last = t->arenas[o->arena].size;
-    uint8_t *got = malloc(o->size), *want = model(t->p, o->slot, o->offset);
-    NEED(t, got);
-    MUST(t, gemini_store(t->p->mgr, &o->access, t->fd, 0));
-    NEED(t, pread(t->fd, got, o->size, 0) == (ssize_t)o->size);
     for (uint64_t at = o->offset, part; at < end; at += part) {
-      const uint64_t edge = (at / t->chunk + 1) * t->chunk, i = at - o->offset;
+      const uint64_t edge = (at / t->chunk + 1) * t->chunk;
       part = (edge < end ? edge : end) - at;
-      const bool whole = at % t->chunk == 0 && at + part == (edge < last ? edge : last);
-      bool zeros = whole;
-      for (uint64_t k = i; zeros && k < i + part; k++) zeros = !got[k];
-      if (zeros) memset(want + i, 0, part);
-      else compare(t, t->step, "what was discarded", got + i, want + i, part);
+      gemini_access_t a = ACCESS(t->arenas[o->arena].handle, at, part, GEMINI_READ, GEMINI_TIER_HOST); /* no tensor's */
+      MUST(t, gemini_acquire(t->p->mgr, &a, 1, GEMINI_STREAM_CALLER));
+      const uint8_t *got = a.ptr;
+      uint8_t *want = model(t->p, o->slot, at);
+      bool zeros = at % t->chunk == 0 && at + part == (edge < last ? edge : last);
+      for (uint64_t k = 0; zeros && k < part; k++) zeros = !got[k];
+      if (zeros) memset(want, 0, part);
+      else compare(t, t->step, "what was discarded", got, want, part);
+      MUST(t, gemini_release(t->p->mgr, &a, 1, GEMINI_STREAM_CALLER));
     }
-    free(got);
   }
 }
 
