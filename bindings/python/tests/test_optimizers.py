@@ -991,11 +991,24 @@ def test_states_that_cannot_be_are_refused(session):
         ),
         (lambda: state.__setitem__("exp_avg", torch.zeros(3)), r"a tensor of \(3,\): want \(96, 96\)"),
         (lambda: state.pop("step"), r"step\(\) needs step: clear\(\) the whole state"),
+        (lambda: state.__setitem__("step", 2.5), "0.0.weight: step is 2.5, want a whole number of steps from 0 on"),
+        (lambda: state.__setitem__("step", torch.tensor(-1.0)), "step is -1, want"),
+        (lambda: state.__setitem__("step", float("nan")), "step is nan, want"),
         (lambda: optimizer.state.update({weight: {"exp_avg": torch.zeros(96, 96)}}), "want exp_avg, exp_avg_sq, step"),
         (lambda: optimizer.state.update(all=3), "AdamW has states of its parameters only, and no 'all'"),
     ):
         with pytest.raises(gm.GeminiError, match=match):
             wrong()
+    loaded = optimizer.state_dict()
+    loaded["state"][0]["step"] = torch.tensor(0.5)
+    with pytest.raises(gm.GeminiError, match="step is 0.5, want"):
+        optimizer.load_state_dict(loaded)
+    close(states(optimizer, model), before, True)
+    state["step"].sub_(0.5)
+    with pytest.raises(gm.GeminiError, match="0.0.weight: step is 1.5, want"):
+        run(model, optimizer, range(1))
+    state["step"].add_(0.5)
+    optimizer.zero_grad()
     close(states(optimizer, model), before, True)
     run(model, optimizer, range(1))
 

@@ -18,7 +18,7 @@ from .arenas import ALIGNMENT, DTYPES
 from .parts import Parts
 from .rules import groups_of, master_place, own_step
 from .speculate import Speculation, first_of, padded
-from .states import AdamwState, Held, count_of
+from .states import AdamwState, Held, count_of, whole_step
 
 if typing.TYPE_CHECKING:
     from .model import Record
@@ -122,7 +122,7 @@ class AdamwRule:
         """The rule of a parameter's next step; factor: of its gradient, or None for the one that it has."""
         beta1, beta2 = map(float, group["betas"])
         dtype = DTYPES[record.place.dtype]
-        step = 1 if record.step is None else 1 + int(record.step)
+        step = 1 if record.step is None else 1 + whole_step(record.name, record.step)
         decoupled = group.get("decoupled_weight_decay", self.decoupled) if DECOUPLED_BY_GROUP else self.decoupled
         flags = 0 if decoupled else abi.ADAMW_L2
         return (
@@ -397,6 +397,8 @@ class AdamwRule:
                 f"parameter {record.name}: the state to be loaded has {', '.join(layout) or 'nothing'}, want "
                 f"{', '.join(sorted(want))}"
             )
+        if "step" in layout:
+            whole_step(record.name, layout["step"])
         for name, value in layout.items():
             if name != "step" and value != torch.float32:
                 raise GeminiError(

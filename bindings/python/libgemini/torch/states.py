@@ -27,6 +27,15 @@ def count_of(step):
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
+def whole_step(name, step):
+    """The number of steps of a parameter, an int. Raises GeminiError if it is not whole, or negative: none is made of
+    a part of a step."""
+    value = float(step)
+    if not value.is_integer() or value < 0:
+        raise GeminiError(f"parameter {name}: step is {value:g}, want a whole number of steps from 0 on")
+    return int(value)
+
+
 class Held:
     """What users hold of something that is about to have other bytes, while in torch it would be another object.
 
@@ -209,7 +218,7 @@ class AdamwState(collections.abc.MutableMapping):
                 f"{', '.join(self) or 'nothing'}: set step, exp_avg and exp_avg_sq, all together"
             )
         if name == "step":
-            self.record.step.fill_(float(value))
+            self.record.step.fill_(whole_step(self.record.name, value))
         else:
             place = self.record.states[self.rule.NAMES[name]]
             own = self[name]
