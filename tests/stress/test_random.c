@@ -714,8 +714,11 @@ static void use_open(thread_t *t, open_t *o, uint32_t mode) {
   }
 }
 
-/* One batch, with what the model says of it. r chooses what; the bytes are the thread's own choice. */
-static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_stream_t stream, bool device_only) {
+/* One batch, with what the model says of it. r chooses what; the bytes are the thread's own choice. begun_out: NULL, or
+ * the batch is on the device alone, and with the name of an operator begins that, if the batch is not empty. */
+static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_stream_t stream, const char *op,
+                                     bool *begun_out) {
+  const bool device_only = begun_out;
   open_t batch[OPENS];
   int count = 0, want = 1 + (int)below(r, (uint64_t)most);
   bool wrong = false, apart = false;
@@ -787,11 +790,13 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
     if (apart) allowed |= BIT(GEMINI_ERR_OOM_HOST);
     allowed = busy_mask(t, busy, allowed);
   }
-  gemini_status_t status = gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
+  gemini_status_t status = op ? gemini_op_begin_with(t->p->mgr, op, stream, accesses, (uint64_t)count)
+                              : gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
   note(t, " -> %d", status);
-  EXPECT(t, status, allowed, "gemini_acquire");
+  EXPECT(t, status, allowed, op ? "gemini_op_begin_with" : "gemini_acquire");
+  if (op && !status) *begun_out = true;
   /* Acquired by the caller, used by a stream: the bytes are there already. */
-  bool by_stream = !stream && chance(&t->rng, 6);
+  bool by_stream = !stream && !op && chance(&t->rng, 6);
   for (int i = 0; i < count; i++) /* not what the caller has as well: the stream is not waited for */
     by_stream &= !opens_overlap(t, &batch[i], batch[i].access.mode & GEMINI_WRITE);
   if (by_stream) stream = t->streams[below(&t->rng, STREAMS)];
@@ -819,6 +824,13 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
   return status;
 }
 
+static void was_released(thread_t *t, const open_t *o) {
+  tensor_t *x = o->tensor < 0 ? NULL : &t->tensors[o->tensor];
+  if (!x || --x->users) return;
+  static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
+                                    GEMINI_STATE_HOLD };
+  x->state = t->id == 0 ? after[t->phase] : ANY_HOLD;
+}
 static void release_batch(thread_t *t, uint64_t *r, int most) {
   if (!t->open_count) return;
   gemini_access_t accesses[OPENS] = { 0 };
@@ -843,14 +855,7 @@ static void release_batch(thread_t *t, uint64_t *r, int most) {
     stream = GEMINI_STREAM_CALLER;
   }
   MUST(t, gemini_release(t->p->mgr, accesses, (uint64_t)count, stream));
-  for (int i = 0; i < count; i++) {
-    if (gone[i].tensor < 0) continue;
-    tensor_t *x = &t->tensors[gone[i].tensor];
-    if (--x->users) continue;
-    static const uint32_t after[] = { GEMINI_STATE_HOLD, GEMINI_STATE_HOLD_AFTER_FWD, GEMINI_STATE_HOLD_AFTER_BWD,
-                                      GEMINI_STATE_HOLD };
-    x->state = t->id == 0 ? after[t->phase] : ANY_HOLD;
-  }
+  for (int i = 0; i < count; i++) was_released(t, &gone[i]);
 }
 static void release_all(thread_t *t) {
   while (t->open_count) release_batch(t, &t->rng, OPENS);
@@ -859,7 +864,7 @@ static void release_all(thread_t *t) {
 static void step_acquire(thread_t *t) {
   uint64_t *r = &t->rng;
   if (chance(r, 3) || t->open_count > OPENS - 4) release_batch(t, r, 4);
-  acquire_batch(t, r, chance(r, 8) ? 8 : 3, pick_stream(t, r), false);
+  acquire_batch(t, r, chance(r, 8) ? 8 : 3, pick_stream(t, r), NULL, NULL);
 }
 static void step_release(thread_t *t) {
   if (!t->open_count && chance(&t->rng, 2)) { /* not acquired */
@@ -1797,19 +1802,25 @@ static void script_op(thread_t *t) {
   char name[32];
   snprintf(name, sizeof name, "op%d", t->script_at);
   note(t, " %s", name);
-  MUST(t, gemini_op_begin(p->mgr, name, stream));
+  /* With its accesses, which end with it; or without. */
+  const int first = t->open_count;
+  bool begun = false;
+  if (chance(r, 3)) acquire_batch(t, r, 4, stream, name, &begun);
+  const int with = t->open_count - first;
+  if (!begun) MUST(t, gemini_op_begin(p->mgr, name, stream));
   if (stream && chance(&t->rng, 30))
     EXPECT(t, gemini_stream_destroy(p->mgr, stream), BIT(GEMINI_ERR_BUSY), "gemini_stream_destroy");
   int allocs = t->alloc_count;
   if (chance(r, 3)) alloc_one(t, r, stream);
-  int first = t->open_count;
-  acquire_batch(t, r, 4, stream, true);
-  bool inside = chance(r, 2);
-  if (inside && t->open_count > first) {
-    while (t->open_count > first) release_batch(t, r, OPENS);
-  }
+  if (!with) acquire_batch(t, r, 4, stream, NULL, &begun);
+  bool inside = !with && chance(r, 2);
+  while (inside && t->open_count > first) release_batch(t, r, OPENS);
   if (t->alloc_count > allocs && chance(r, 2)) free_one(t, t->alloc_count - 1);
+  for (int i = first; i < first + with; i++)
+    if (t->opens[i].later) use_open(t, &t->opens[i], t->opens[i].access.mode);
   MUST(t, gemini_op_end(p->mgr));
+  for (int i = first; i < first + with; i++) was_released(t, &t->opens[i]);
+  t->open_count -= with;
   if (!inside) release_all(t);
   t->script_at++;
 }
