@@ -854,7 +854,8 @@ GEMINI_API gemini_status_t gemini_borrow(gemini_manager_t mgr, const gemini_acce
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.
  *  @retval GEMINI_ERR_INVALID  fd was opened with O_APPEND: the system would write elsewhere
  *  @retval GEMINI_ERR_STATE  the range is of a parameter whose bytes its gradient has taken, or the other way round; a
- *           range of an arena is written as it is
+ *           range of an arena is written as it is. Or ranges are borrowed (gemini_borrow()) from the file of fd, which
+ *           must not change; nothing was written
  *  @retval GEMINI_ERR_IO, GEMINI_ERR_OOM_FILE  writing failed, or the disk, a quota or the limit on file sizes is
  *           exhausted: a part of the range may have been written; native_code is errno
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired for writing, or being loaded; nothing was written, unless

@@ -25,6 +25,7 @@
 #include "core/manager.h"
 #include "core/streams.h"
 #include "core/workers.h"
+#include "io/borrowed.h"
 
 #define NORM_TILE UINT64_C(65536) /* bytes that a norm sums as one tile, aligned to multiples of it in the arena */
 
@@ -526,6 +527,8 @@ static gemini_status_t file_range(gmi_manager_t *m, const gemini_access_t *their
   const int flags = write_file && !status ? fcntl(fd, F_GETFL) : 0;
   if (flags > 0 && flags & O_APPEND)
     status = gmi_fail(GEMINI_ERR_INVALID, 0, "fd %d was opened with O_APPEND: writes would not be at fd_offset", fd);
+  if (!status && write_file && m->file.borrowed && gmi_borrowed_from(m->file.borrowed, fd))
+    status = gmi_fail(GEMINI_ERR_STATE, 0, "ranges of the file of fd %d are borrowed: it must not change", fd);
   if (!status) status = gmi_range_ready_any(m, &access, &r);
   if (status || !r.size) return status;
   if (fd_offset > (uint64_t)INT64_MAX - r.size)

@@ -130,6 +130,14 @@ static gemini_status_t open_file(gmi_borrowed_t *b, int fd, const struct stat *n
   return GEMINI_OK;
 }
 
+bool gmi_borrowed_from(const gmi_borrowed_t *b, int fd) {
+  struct stat now;
+  bool is = false;
+  if (b->sys->fstat(fd, &now)) return false;
+  for (uint32_t i = 0; i < b->file_count; i++) is |= b->files[i]->pieces && is_same(&b->files[i]->then, &now);
+  return is;
+}
+
 /* A file of which no block has a range and no request reads, or NULL. */
 static file_t *idle_file(const gmi_borrowed_t *b, uint32_t *index_out) {
   for (uint32_t i = 0; i < b->file_count; i++) {

@@ -30,6 +30,8 @@ void gmi_borrowed_close(gmi_borrowed_t *borrowed);
  * open, or not a regular file; too many files are borrowed. FORMAT: it ends before, or was changed since it was
  * borrowed first, and blocks still have ranges of it. IO: it cannot be looked at, or opened for reading. */
 gemini_status_t gmi_borrowed_file(gmi_borrowed_t *borrowed, int fd, uint64_t end_bytes, uint32_t *file_out);
+/* Do blocks have ranges of the file that fd is open for? */
+bool gmi_borrowed_from(const gmi_borrowed_t *borrowed, int fd);
 /* Makes a block: the pieces of another one (GMI_BLOCK_NONE: of none), with those bytes replaced that the new piece
  * covers: size_bytes at `at` are those of the file at offset_bytes. OOM_SYSTEM. */
 gemini_status_t gmi_borrowed_take(gmi_borrowed_t *borrowed, uint32_t from, uint32_t file, uint64_t offset_bytes,

@@ -175,7 +175,13 @@ static void test_borrow_refusals_change_nothing(void) {
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   CHECK(world_holds(&w, t, 0, 2 * CHUNK, 1));
   OK(gemini_borrow(w.mgr, &all, fd, CHUNK));
+  /* What is borrowed would be lost, also where other bytes of the file are written. */
+  CHECK_STATUS(gemini_store(w.mgr, &all, fd, 0), GEMINI_ERR_STATE);
+  CHECK(strstr(world_error().message, "are borrowed: it must not change"));
+  CHECK_STATUS(gemini_store(w.mgr, &all, fd, 3 * CHUNK), GEMINI_ERR_STATE);
   CHECK(reads_file(&w, t, 0, 2 * CHUNK, CHUNK, DEVICE));
+  OK(gemini_zero(w.mgr, &all));
+  OK(gemini_store(w.mgr, &all, fd, 0));
   close(fd);
   world_close(&w);
 }
