@@ -30,8 +30,8 @@ FAULTS = [
     Fault(
         "a dirty flag is lost",
         "chunk/chunk.c",
-        "if (valid == GMI_VALID_DEVICE) atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);",
-        "if (valid == GMI_VALID_DEVICE) atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);",
+        "    atomic_fetch_or(&c->word_, GMI_CHUNK_DIRTY);",
+        "    atomic_fetch_and(&c->word_, ~GMI_CHUNK_DIRTY);",
         "integration_test_memory",
         "changed",
     ),

@@ -81,6 +81,7 @@ USES = {
     "attention": lambda z: F.scaled_dot_product_attention(X[None], X[None], X[None], scale=z),
     "format": lambda z: f"{z:.5f}",
     "item": lambda z: z.item(),
+    "tolist": lambda z: z.tolist() + z.detach().tolist() + z.data.view(1).tolist()[0],
     "float": lambda z: float(z) + math.exp(z) + complex(z).real,
     "numpy": lambda z: float(z.detach().numpy()),
     "renorm": lambda z: torch.renorm(X, 2, 0, z),

@@ -1054,6 +1054,7 @@ _SPECIAL = {
     torch.nn.functional.embedding: _embedding,
     _Tensor.numpy: _read_only,
     _Tensor.__array__: _read_only,
+    _Tensor.tolist: _copied,  # which torch refuses for a subclass that has __torch_dispatch__
     _Tensor.__dlpack__: _copied,
     _Tensor.__format__: _copied,
     _Tensor.untyped_storage: _storage,
