@@ -389,9 +389,9 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
 
 /* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
-  const bool writable = atomic_load(&c->word_) & GMI_CHUNK_DIRTY; /* without the lock: see set_valid() */
+  const bool dirty = atomic_load(&c->word_) & GMI_CHUNK_DIRTY; /* as set_valid(): streams could write it at once */
   if (!c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_) &&
-      (!writable || gmi_fence_reached(m, c->copied_out_)))
+      (!dirty || gmi_fence_reached(m, c->copied_out_)))
     atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
 }
 void gmi_chunk_discard(gmi_manager_t *m, gmi_chunk_t *c) {
