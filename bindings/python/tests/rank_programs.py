@@ -1369,15 +1369,19 @@ def ends(*, point, how, deadline=4.0, early=False, **more):
 
 
 class Lines(logging.Handler):
-    """The lines of the log. When the watchdog's state ends, a process goes on."""
+    """The lines of the log. When the watchdog has told its state, and of a wait for other ranks, a process goes on."""
 
     def __init__(self, pid):
         super().__init__()
         self.pid, self.lines = pid, []
+        self.missing = ["watchdog: state: waits: ", " for the other ranks of its group, as rank "]
 
     def emit(self, record):
         self.lines.append(record.getMessage())
-        if self.lines[-1].startswith("watchdog: state: waits: "):
+        if not self.missing:
+            return
+        self.missing = [part for part in self.missing if part not in self.lines[-1]]
+        if not self.missing:
             os.kill(self.pid, signal.SIGCONT)
 
 
