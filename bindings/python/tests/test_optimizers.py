@@ -809,6 +809,20 @@ def test_an_optimizer_that_follows_takes_the_memory_of_the_one_before(session, m
     assert gm.session().rules == [optimizer.rule]
 
 
+def test_a_rule_ends_with_nothing_lent(session):
+    """What late updates read of it would be freed with it."""
+    session()
+    model = mlp(4)
+    model, optimizer = gm.prepare(model, adamw(model.parameters()))
+    run(model, optimizer, range(2))
+    rule = optimizer.rule
+    assert rule.walks
+    optimizer = None
+    model, optimizer = gm.prepare(model, sgd(model.parameters()))
+    assert rule not in gm.session().rules and not rule.walks
+    assert gm.stats()["pending_updates"] == 0
+
+
 def test_gradients_that_are_cleared_do_not_go_to_the_host(session, monkeypatch):
     """Another model takes their frames behind each step."""
 

@@ -376,6 +376,12 @@ class AdamwRule:
         self.walks.clear()
         self.unsure = 0
 
+    def finish(self):
+        """Waits for what updates have borrowed of the rule, and raises their errors: nobody may keep it after that."""
+        if self.walks:
+            self.session.lib.update_wait(self.session.handle)
+            self.forget_done()
+
     def states(self, record):
         out = {name: narrow.seen(record, kind) for name, kind in self.NAMES.items() if kind in record.states}
         if record.step is None:

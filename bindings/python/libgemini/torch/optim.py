@@ -120,6 +120,8 @@ class Optimizer(torch.optim.Optimizer):
             kind = f"{type(inner).__name__} with states={states!r}, masters={masters!r}"
             session.ranks.check_layout("optimizers", [f"{kind}, step_in_backward={step_in_backward}"])
         session.backward.settle()
+        for former in session.rules:  # some of which end below
+            former.finish()
         # The states of an earlier optimizer end.
         for record in self.records:
             if record.rule:

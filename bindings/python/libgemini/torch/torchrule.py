@@ -73,6 +73,9 @@ class TorchRule:
     def forget_done(self):
         """Nothing to do: a step ends before it returns."""
 
+    def finish(self):
+        """Nothing to do, either."""
+
     def backward_ends(self):
         """Nothing to do: nothing waits for the end of the backward pass."""
 
