@@ -74,7 +74,7 @@ void gmi_stats_read(gmi_manager_t *m, gemini_stats_t *stats_out) {
 static bool begin(gmi_manager_t *m) {
   if (!gmi_lock_try(m)) return false;
   gmi_reap(m);
-  gmi_tracer_resolve(m, false, UINT32_MAX);
+  gmi_tracer_resolve(m, false);
   return true;
 }
 static void end(gmi_manager_t *m, bool locked) {

@@ -15,10 +15,6 @@
 #include "gemini/chosen.h"
 #include "tracer/variants.h"
 
-/* Ops whose times the end of an op reads at most. Each takes about 10 microseconds on a GPU, and where the caller has
- * waited for the device, those of many ops are there at once, while the device waits for the caller. */
-enum { RESOLVED_AT_ONCE = 8 };
-
 /* Takes the last op out of the record. */
 static void op_drop(gmi_tracer_t *t) {
   pthread_mutex_lock(&t->touch_lock);
@@ -272,7 +268,7 @@ static gemini_status_t op_end(gmi_manager_t *m) {
   gmi_nvtx_pop();
   if (chosen) op_drop(t);
   else t->op_index++;
-  gmi_tracer_resolve(m, false, RESOLVED_AT_ONCE);
+  gmi_tracer_resolve_few(m);
   gmi_timeline_poll(m);
   gmi_tracer_plan_more(m);
   return GEMINI_OK;

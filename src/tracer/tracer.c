@@ -103,7 +103,7 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
 static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
-  gmi_tracer_resolve(m, false, UINT32_MAX);
+  gmi_tracer_resolve(m, false);
   if (!v || v->last_used != t->iteration) return;
   if (t->record.op_count == v->trace.op_count) learn_times(t, v);
   if (!t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns) return;
@@ -344,7 +344,7 @@ static void time_record(gmi_manager_t *m) {
   gmi_tracer_t *t = m->trace.tracer;
   const variant_t *v = gmi_tracer_active_variant(t);
   const bool whole = v && t->record.op_count == v->trace.op_count && t->record.update_count == v->trace.update_count;
-  gmi_tracer_resolve(m, true, UINT32_MAX);
+  gmi_tracer_resolve(m, true);
   for (uint32_t i = 0; i < t->record.op_count; i++) {
     const bool known = i < t->resolved && t->durations[i] != UINT64_MAX;
     t->record.ops[i].compute_ns = whole ? v->trace.ops[i].compute_ns : known ? t->durations[i] : 1;
@@ -388,7 +388,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (left) return left;
   uint64_t ended = m->stats.iterations + 1;
   bool warm = ended >= m->config.warmup_iterations;
-  gmi_tracer_resolve(m, ended <= m->config.warmup_iterations || t->active == GMI_NONE, UINT32_MAX);
+  gmi_tracer_resolve(m, ended <= m->config.warmup_iterations || t->active == GMI_NONE);
   gmi_reap(m);
   m->bracket.iteration_open = false;
   m->stats.iterations = ended;
@@ -530,7 +530,7 @@ gemini_status_t gemini_plan_explain(gemini_manager_t mgr, uint64_t size_bytes, c
 }
 
 /* ---- tables for lower modules (core/observer.h) */
-static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true, UINT32_MAX); }
+static void stream_ends(gmi_manager_t *m) { gmi_tracer_resolve(m, true); }
 static bool gathers_follow(gmi_manager_t *m, uint32_t group) {
   return gmi_gathers_follow(m->trace.tracer->gathers, group);
 }

@@ -134,8 +134,9 @@ uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Called before and after a piece is queued on the device; carry out the plan's moves that belong to it. */
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece);
-/* Reads the times of ops whose work has ended, of `most` ops at most; block: waits for all. */
-void gmi_tracer_resolve(gmi_manager_t *m, bool block, uint32_t most);
+/* Reads the times of ops whose work has ended; block: waits for all. few: of some of them, where there may be many. */
+void gmi_tracer_resolve(gmi_manager_t *m, bool block);
+void gmi_tracer_resolve_few(gmi_manager_t *m);
 /* Makes stream wait for fence and counts the wait as a stall of the open op if the op runs on stream. */
 gemini_status_t gmi_tracer_wait(gmi_manager_t *m, uint32_t stream, gmi_fence_t fence);
 

@@ -442,75 +442,13 @@ typedef struct {
   uint8_t *to;
   const uint8_t *from;
   uint64_t size;
+  long delay_ms;
 } write_t;
 static void write_late(void *user) {
   write_t *k = user;
-  sleep_ms(25);
+  sleep_ms(k->delay_ms);
   memcpy(k->to, k->from, k->size);
 }
-/* Two tensors of one chunk, two streams: the update copies the chunk to the host for its worker. The stream that writes
- * one tensor waits for that copy; one that writes the other tensor meanwhile must wait, too. */
-static void first_to_second(void *user, const gemini_update_span_t *span) {
-  (void)user;
-  CHECK_EQ(span->tier, HOST);
-  memcpy(span->ptr[1], span->ptr[0], span->element_count * 4);
-}
-typedef struct {
-  void *at;
-  uint64_t size, seed;
-  long delay_ms;
-} fill_t;
-static void fill_run(void *user) {
-  const fill_t *f = user;
-  sleep_ms(f->delay_ms);
-  world_write(f->at, 0, f->size, f->seed);
-}
-/* Returns false if the caller came too late to see streams wait for each other. */
-static bool writes_behind_copies(void) {
-  enum { SIZE = 8192, DELAY_MS = 100 };
-  gemini_config_t c = config_of(8, 8, 0);
-  c.placement = GEMINI_PLACEMENT_CPU; /* the update runs on the host */
-  world_t w = world_open(c);
-  gemini_stream_t other;
-  OK(gemini_stream_create(w.mgr, &other));
-  const gemini_arena_t from = world_arena(&w, GEMINI_KIND_OTHER, 4, "from", 0, 0);
-  const gemini_arena_t to = world_arena(&w, GEMINI_KIND_OTHER, 4, "to", from, 0);
-  const gemini_tensor_t x = world_tensor(&w, from, "x", SIZE), y = world_tensor(&w, from, "y", SIZE);
-  gemini_access_t first = world_whole(x, GEMINI_WRITE, DEVICE), again = first;
-  gemini_access_t held = world_whole(y, GEMINI_WRITE, DEVICE);
-  const uint64_t begin_ns = now_ns();
-  OK(gemini_acquire(w.mgr, &first, 1, w.stream));
-  fill_t fills[] = { { first.ptr, SIZE, 1, DELAY_MS }, { first.ptr, SIZE, 2, 0 } };
-  OK(gemini_stream_call(w.mgr, w.stream, fill_run, &fills[0]));
-  OK(gemini_release(w.mgr, &first, 1, w.stream));
-  const uint32_t modes[] = { GEMINI_READ, GEMINI_WRITE };
-  const gemini_arena_t arenas[] = { from, to };
-  gemini_update_t u = GEMINI_UPDATE_INIT;
-  u.flags = GEMINI_UPDATE_LATE;
-  u.arenas = arenas;
-  u.modes = modes;
-  u.arena_count = 2;
-  u.stream = w.stream;
-  u.fn = first_to_second;
-  OK(gemini_update(w.mgr, &u));
-  OK(gemini_acquire(w.mgr, &held, 1, other));
-  OK(gemini_acquire(w.mgr, &again, 1, w.stream));
-  OK(gemini_stream_call(w.mgr, w.stream, fill_run, &fills[1]));
-  const bool early = now_ns() - begin_ns < DELAY_MS * UINT64_C(1000000);
-  OK(gemini_release(w.mgr, &again, 1, w.stream));
-  OK(gemini_release(w.mgr, &held, 1, other));
-  OK(gemini_update_wait(w.mgr));
-  CHECK(world_holds(&w, to, 0, SIZE, 1));
-  CHECK(world_holds(&w, x, 0, SIZE, 2));
-  world_close(&w);
-  return early;
-}
-static void test_copies_for_updates_precede_writes_of_all_streams(void) {
-  bool early = false;
-  for (int tries = 0; !early && tries < 6; tries++) early = writes_behind_copies();
-  CHECK(early);
-}
-
 static void test_update_comes_after_its_streams_work(void) {
   static const uint32_t sizes[] = { 4, 4 };
   for (int how = 0; how < 4; how++) { /* late or not; the written arena stays or is evicted before */
@@ -518,7 +456,7 @@ static void test_update_comes_after_its_streams_work(void) {
     gemini_access_t a = world_whole(w.arena[1], GEMINI_WRITE, DEVICE);
     OK(gemini_acquire(w.mgr, &a, 1, w.stream));
     for (uint64_t k = 0; k < 2 * CHUNK; k++) w.plain[1][k] = (uint8_t)(k * 7 + k / 256);
-    write_t write = { a.ptr, w.plain[1], 2 * CHUNK };
+    write_t write = { a.ptr, w.plain[1], 2 * CHUNK, 25 };
     uint8_t *kept = malloc(2 * CHUNK);
     CHECK(kept);
     memcpy(kept, w.plain[1], 2 * CHUNK);
@@ -537,6 +475,61 @@ static void test_update_comes_after_its_streams_work(void) {
     arenas_close(&w);
     free(kept);
   }
+}
+
+static void first_to_second(void *user, const gemini_update_span_t *span) {
+  (void)user;
+  CHECK_EQ(span->tier, HOST);
+  memcpy(span->ptr[1], span->ptr[0], span->element_count * 4);
+}
+/* Two tensors of one chunk, two streams: the update copies the chunk to the host for its worker. The stream that writes
+ * one tensor waits for that copy; one that writes the other tensor meanwhile must wait, too.
+ * Returns false if the caller came too late to see streams wait for each other. */
+static bool writes_behind_copies(void) {
+  enum { SIZE = 8192, DELAY_MS = 100 };
+  gemini_config_t c = config_of(8, 8, 0);
+  c.placement = GEMINI_PLACEMENT_CPU; /* the update runs on the host */
+  world_t w = world_open(c);
+  gemini_stream_t other;
+  OK(gemini_stream_create(w.mgr, &other));
+  const gemini_arena_t from = world_arena(&w, GEMINI_KIND_OTHER, 4, "from", 0, 0);
+  const gemini_arena_t to = world_arena(&w, GEMINI_KIND_OTHER, 4, "to", from, 0);
+  const gemini_tensor_t x = world_tensor(&w, from, "x", SIZE), y = world_tensor(&w, from, "y", SIZE);
+  gemini_access_t first = world_whole(x, GEMINI_WRITE, DEVICE), again = first;
+  gemini_access_t held = world_whole(y, GEMINI_WRITE, DEVICE);
+  const uint64_t begin_ns = now_ns();
+  OK(gemini_acquire(w.mgr, &first, 1, w.stream));
+  uint8_t bytes[2][SIZE];
+  for (uint64_t i = 0; i < 2; i++) world_pattern(bytes[i], 0, SIZE, 1 + i);
+  write_t writes[] = { { first.ptr, bytes[0], SIZE, DELAY_MS }, { first.ptr, bytes[1], SIZE, 0 } };
+  OK(gemini_stream_call(w.mgr, w.stream, write_late, &writes[0]));
+  OK(gemini_release(w.mgr, &first, 1, w.stream));
+  const uint32_t modes[] = { GEMINI_READ, GEMINI_WRITE };
+  const gemini_arena_t arenas[] = { from, to };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = GEMINI_UPDATE_LATE;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 2;
+  u.stream = w.stream;
+  u.fn = first_to_second;
+  OK(gemini_update(w.mgr, &u));
+  OK(gemini_acquire(w.mgr, &held, 1, other));
+  OK(gemini_acquire(w.mgr, &again, 1, w.stream));
+  OK(gemini_stream_call(w.mgr, w.stream, write_late, &writes[1]));
+  const bool early = now_ns() - begin_ns < DELAY_MS * UINT64_C(1000000);
+  OK(gemini_release(w.mgr, &again, 1, w.stream));
+  OK(gemini_release(w.mgr, &held, 1, other));
+  OK(gemini_update_wait(w.mgr));
+  CHECK(world_holds(&w, to, 0, SIZE, 1));
+  CHECK(world_holds(&w, x, 0, SIZE, 2));
+  world_close(&w);
+  return early;
+}
+static void test_copies_for_updates_precede_writes_of_all_streams(void) {
+  bool early = false;
+  for (int tries = 0; !early && tries < 6; tries++) early = writes_behind_copies();
+  CHECK(early);
 }
 
 /* Also work that touches none of its chunks. */

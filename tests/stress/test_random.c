@@ -714,11 +714,10 @@ static void use_open(thread_t *t, open_t *o, uint32_t mode) {
   }
 }
 
-/* One batch, with what the model says of it. r chooses what; the bytes are the thread's own choice. begun_out: NULL, or
- * the batch is on the device alone, and with the name of an operator begins that, if the batch is not empty. */
-static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_stream_t stream, const char *op,
-                                     bool *begun_out) {
-  const bool device_only = begun_out;
+/* One batch, with what the model says of it. r chooses what; the bytes are the thread's own choice. op: NULL, or the name
+ * of an operator that begins with the batch, unless that is empty. */
+static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_stream_t stream, bool device_only,
+                                     const char *op) {
   open_t batch[OPENS];
   int count = 0, want = 1 + (int)below(r, (uint64_t)most);
   bool wrong = false, apart = false;
@@ -794,7 +793,6 @@ static gemini_status_t acquire_batch(thread_t *t, uint64_t *r, int most, gemini_
                               : gemini_acquire(t->p->mgr, accesses, (uint64_t)count, stream);
   note(t, " -> %d", status);
   EXPECT(t, status, allowed, op ? "gemini_op_begin_with" : "gemini_acquire");
-  if (op && !status) *begun_out = true;
   /* Acquired by the caller, used by a stream: the bytes are there already. */
   bool by_stream = !stream && !op && chance(&t->rng, 6);
   for (int i = 0; i < count; i++) /* not what the caller has as well: the stream is not waited for */
@@ -864,7 +862,7 @@ static void release_all(thread_t *t) {
 static void step_acquire(thread_t *t) {
   uint64_t *r = &t->rng;
   if (chance(r, 3) || t->open_count > OPENS - 4) release_batch(t, r, 4);
-  acquire_batch(t, r, chance(r, 8) ? 8 : 3, pick_stream(t, r), NULL, NULL);
+  acquire_batch(t, r, chance(r, 8) ? 8 : 3, pick_stream(t, r), false, NULL);
 }
 static void step_release(thread_t *t) {
   if (!t->open_count && chance(&t->rng, 2)) { /* not acquired */
@@ -1804,15 +1802,14 @@ static void script_op(thread_t *t) {
   note(t, " %s", name);
   /* With its accesses, which end with it; or without. */
   const int first = t->open_count;
-  bool begun = false;
-  if (chance(r, 3)) acquire_batch(t, r, 4, stream, name, &begun);
+  if (chance(r, 3)) acquire_batch(t, r, 4, stream, true, name);
   const int with = t->open_count - first;
-  if (!begun) MUST(t, gemini_op_begin(p->mgr, name, stream));
+  if (!with) MUST(t, gemini_op_begin(p->mgr, name, stream));
   if (stream && chance(&t->rng, 30))
     EXPECT(t, gemini_stream_destroy(p->mgr, stream), BIT(GEMINI_ERR_BUSY), "gemini_stream_destroy");
   int allocs = t->alloc_count;
   if (chance(r, 3)) alloc_one(t, r, stream);
-  if (!with) acquire_batch(t, r, 4, stream, NULL, &begun);
+  if (!with) acquire_batch(t, r, 4, stream, true, NULL);
   bool inside = !with && chance(r, 2);
   while (inside && t->open_count > first) release_batch(t, r, OPENS);
   if (t->alloc_count > allocs && chance(r, 2)) free_one(t, t->alloc_count - 1);

@@ -377,7 +377,8 @@ class AdamwRule:
         self.unsure = 0
 
     def finish(self):
-        """Waits for what updates have borrowed of the rule, and raises their errors: nobody may keep it after that."""
+        """Waits until no update reads options that it has borrowed from the rule, and raises errors of updates. The
+        rule may be freed then."""
         if self.walks:
             self.session.lib.update_wait(self.session.handle)
             self.forget_done()

@@ -28,8 +28,8 @@ def count_of(step):
 
 
 def whole_step(name, step):
-    """The number of steps of a parameter, an int. Raises GeminiError if it is not whole, or negative: none is made of
-    a part of a step."""
+    """The number of steps of a parameter, an int. Raises GeminiError if it is negative or not whole: the library counts
+    whole steps, so a part of one would be lost."""
     value = float(step)
     if not value.is_integer() or value < 0:
         raise GeminiError(f"parameter {name}: step is {value:g}, want a whole number of steps from 0 on")
