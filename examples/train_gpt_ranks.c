@@ -151,6 +151,7 @@ void train_gpt_ranks_iteration_end(trainer_t *t, const train_gpt_traffic_t *befo
   const gemini_group_stats_t then = before->group, now = group_stats(memory);
   memory_iteration_end(memory);
   if (planned_iterations(memory) == before->planned_iterations || memory_error(memory) != NULL) return;
+  if (now.plan_changes != then.plan_changes) return; /* it began as another kind of iteration */
   t->by_plan.iterations++;
   t->by_plan.difference_bytes += difference(now.gathered_bytes - then.gathered_bytes, then.planned_gathered_bytes) +
                                  difference(now.reduced_bytes - then.reduced_bytes, then.planned_reduced_bytes) +

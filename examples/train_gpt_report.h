@@ -65,7 +65,7 @@ typedef struct trainer {
   FILE *whole;                /* to which all ranks write their masters, at the end */
   uint64_t gathered_in_first; /* chunks that all ranks gathered in the first step */
   struct {
-    uint64_t iterations;       /* of this rank that followed a plan */
+    uint64_t iterations;       /* of this rank that followed one plan */
     uint64_t difference_bytes; /* between what these moved over the group and what their plans say, added */
   } by_plan;
 } trainer_t;

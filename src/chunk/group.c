@@ -581,7 +581,8 @@ static gemini_status_t group_stats(gmi_manager_t *m, gemini_group_t handle, gemi
                                  .planned_fetched_bytes = g->planned.fetched,
                                  .gather_wait_ns = g->waits.gather_ns,
                                  .sum_wait_ns = g->waits.sum_ns,
-                                 .bucket_chunks = atomic_load(&m->cut.chunk_bytes) ? gmi_bucket_chunks(m, g) : 0 };
+                                 .bucket_chunks = atomic_load(&m->cut.chunk_bytes) ? gmi_bucket_chunks(m, g) : 0,
+                                 .plan_changes = g->planned.changes };
   return gmi_struct_out(stats_out, &stats, sizeof stats, GMI_V1_GROUP_STATS, "stats_out");
 }
 gemini_status_t gemini_group_stats(gemini_manager_t mgr, gemini_group_t group, gemini_group_stats_t *stats_out) {

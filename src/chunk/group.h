@@ -73,8 +73,9 @@ typedef struct gmi_group {
   } held;
   uint64_t gathered_chunks, gathered_bytes, reduced_chunks, reduced_bytes, fetched_bytes, stored_bytes;
   gmi_group_link_t gathers, sums;
-  struct { /* by the plan of the iteration followed last, bytes of one iteration; 0: there is none */
-    uint64_t gathered, reduced, fetched;
+  struct {
+    uint64_t gathered, reduced, fetched; /* by the plan that was followed last, bytes of an iteration; 0: no plan */
+    uint32_t changes; /* iterations that did not follow to their end the plan with which they began */
   } planned;
   /* Digests of the order in which gathers were queued since the last post (chunk/group_check.h), and sums of gradients
    * that reuse bytes. Other sums may come at other points of the ranks' programs, in parts. 0: none. */

@@ -2,8 +2,8 @@
  *
  * The record of an iteration lists its operators that use sharded parameters, each as a hash of its name and phase and
  * its chunks. A complete record becomes a *kind*, with a plan of gathers for each group (policy/gathers.c). An
- * iteration follows the kind of the last one until an operator's chunks differ; then another kind that agrees so far,
- * or none. */
+ * iteration follows the kind that is expected by the order of the last ones until an operator's chunks differ; then
+ * another kind that agrees so far, or none. */
 #include "tracer/gathers.h"
 
 #include <errno.h>
@@ -52,6 +52,7 @@ static void record_clear(gmi_gathers_t *g) {
 void gmi_gathers_forget(gmi_gathers_t *g) {
   for (uint32_t i = 0; i < KINDS; i++) kind_clear(&g->kinds[i]);
   g->active = g->ended = GMI_NONE;
+  g->history.count = 0;
   record_clear(g);
 }
 void gmi_gathers_close(gmi_gathers_t *g) {
@@ -132,12 +133,29 @@ static void note(gmi_manager_t *m, const char *text) {
   }
 }
 
+/* The kind of the next iteration, by the order of the last ones. If that says nothing, the one before the newest: after
+ * a first interruption, by an evaluation, say, the interrupted kind is expected to continue. All ranks expect the same:
+ * their iterations are of the same kinds. */
+static uint32_t expected_kind(const gmi_gathers_t *g) {
+  const gmi_history_t *h = &g->history;
+  const uint32_t next = gmi_history_next(h->past, h->count);
+  if (next != GMI_NONE || !h->count) return next;
+  return h->past[h->count - (h->count > 1 ? 2 : 1)];
+}
+
 void gmi_gathers_begin(gmi_manager_t *m, gmi_gathers_t *g) {
   record_clear(g);
   g->on_demand = 0;
-  g->active = agreeing(g, false);
+  g->active = expected_kind(g);
   if (g->noted) note(m, "");
   g->noted = g->changed = false;
+}
+
+static void count_change(gmi_manager_t *m, const kind_t *left) {
+  for (uint32_t i = 0; i < GMI_GROUPS; i++) {
+    gmi_group_t *group = gmi_group_at(m, i);
+    if (group && left->groups[i].plan.event_first) group->planned.changes++;
+  }
 }
 
 /* The operator, open or the last one that has ended, is not the one that the kind has here. */
@@ -145,7 +163,10 @@ static void depart(gmi_manager_t *m, gmi_gathers_t *g, bool open) {
   char text[GMI_COMM_LABEL_BYTES];
   const char *op = m->trace.advice->op_name(m);
   snprintf(text, sizeof text, "left the recorded order of operators in %s", op ? op : "?");
-  if (!g->noted) note(m, text);
+  if (!g->noted) {
+    note(m, text);
+    count_change(m, &g->kinds[g->active]);
+  }
   g->noted = true;
   g->active = agreeing(g, open);
   g->changed = g->active != GMI_NONE;
@@ -556,6 +577,7 @@ static gemini_status_t kind_make(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t
     return status;
   }
   fill_gathered(&made, &g->record, trace);
+  gmi_history_forget(&g->history, oldest);
   kind_clear(kind);
   made.record = g->record;
   g->record = (record_t){ 0 };
@@ -589,6 +611,7 @@ gemini_status_t gmi_gathers_end(gmi_manager_t *m, gmi_gathers_t *g, gmi_trace_t 
   g->ending.next = 0;
   gemini_status_t status = end(m, g, trace);
   if (status) return status;
+  gmi_history_add(&g->history, g->ended);
   g->ending.done = true;
   g->ending.count = 0;
   return GEMINI_OK;

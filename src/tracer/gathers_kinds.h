@@ -11,6 +11,7 @@
 #include "chunk/group_check.h"
 #include "core/manager.h"
 #include "policy/policy.h"
+#include "tracer/history.h"
 
 enum { KINDS = 4 };
 
@@ -64,6 +65,7 @@ typedef struct gmi_gathers {
   uint32_t ended; /* the kind of the last iteration, or GMI_NONE */
   bool ended_new; /* it took the record of that iteration */
   kind_t kinds[KINDS];
+  gmi_history_t history; /* kinds of the last iterations */
 } gmi_gathers_t;
 
 int gmi_gathers_by_use(const void *a, const void *b);

@@ -67,7 +67,7 @@ void gmi_tracer_forget(gmi_manager_t *m) {
   gmi_gathers_forget(t->gathers);
   pthread_mutex_unlock(&t->touch_lock);
   t->active = t->previous = t->entered = t->now.due.variant = GMI_NONE;
-  t->history_size = 0;
+  t->history.count = 0;
   t->record_lost = m->bracket.iteration_open;
   memset(t->agrees, 0, sizeof t->agrees);
 }
@@ -111,12 +111,6 @@ static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
   v->trace.outside_ns = gmi_times_add(&v->trace.outside, step_ns - t->in_ops_ns);
 }
 
-/* Appends a variant to the history and drops the oldest entry of a full one. */
-static void remember(gmi_tracer_t *t, uint32_t index) {
-  if (t->history_size == HISTORY) memmove(t->history, t->history + 1, --t->history_size);
-  t->history[t->history_size++] = (uint8_t)index;
-}
-
 /* May an iteration with this label follow the variant? */
 static bool has_label(const variant_t *v, uint64_t label) { return v->used && (v->any_label || v->label == label); }
 
@@ -130,32 +124,20 @@ static uint32_t last_used(const gmi_tracer_t *t, uint64_t label) {
   return last;
 }
 
-/* Predicts the variant of the next iteration, which has this label, from the iterations of that label: finds the
- * longest suffix of their history that occurred before, and returns the variant that followed it most often, if it did
- * so at least twice; otherwise tries shorter suffixes. If no suffix qualifies, returns the variant before the newest
- * one: after a first interruption (an evaluation, say) the interrupted kind is expected to continue. Variants that only
- * read do not interrupt each other: another batch, say, is expected to come again. */
+/* Predicts the variant of the next iteration, which has this label, from the iterations of that label. If their history
+ * says nothing, returns the variant before the newest one: after a first interruption (an evaluation, say) the
+ * interrupted kind is expected to continue. Variants that only read do not interrupt each other: another batch, say, is
+ * expected to come again. */
 static uint32_t expected_variant(const gmi_tracer_t *t, uint64_t label) {
-  uint32_t n = 0, alike[HISTORY], longest = 0;
-  uint8_t history[HISTORY];
-  for (uint32_t i = 0; i < t->history_size; i++)
-    if (t->history[i] != NO_VARIANT && has_label(&t->variants[t->history[i]], label)) history[n++] = t->history[i];
-  for (uint32_t p = 1; p < n; p++) { /* alike[p]: how many of the newest iterations equal those before p */
-    for (alike[p] = 0; alike[p] < p && history[p - 1 - alike[p]] == history[n - 1 - alike[p]]; alike[p]++) {
-    }
-    if (alike[p] > longest) longest = alike[p];
-  }
-  for (; longest > 0; longest--) {
-    uint32_t counts[GMI_VARIANTS] = { 0 }, best = GMI_NONE;
-    for (uint32_t p = 1; p < n; p++)
-      if (alike[p] >= longest) counts[history[p]]++;
-    for (uint32_t i = 0; i < GMI_VARIANTS; i++)
-      if (counts[i] > 1 && (best == GMI_NONE || counts[i] > counts[best])) best = i;
-    if (best != GMI_NONE) return best;
-  }
+  uint32_t n = 0;
+  uint8_t past[GMI_HISTORY];
+  for (uint32_t i = 0; i < t->history.count; i++)
+    if (has_label(&t->variants[t->history.past[i]], label)) past[n++] = t->history.past[i];
+  const uint32_t next = gmi_history_next(past, n);
+  if (next != GMI_NONE) return next;
   if (n < 2) return last_used(t, label);
-  const bool both_read = t->variants[history[n - 1]].reads_only && t->variants[history[n - 2]].reads_only;
-  return history[n - (both_read ? 1 : 2)];
+  const bool both_read = t->variants[past[n - 1]].reads_only && t->variants[past[n - 2]].reads_only;
+  return past[n - (both_read ? 1 : 2)];
 }
 
 static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
@@ -279,8 +261,7 @@ static uint32_t free_variant(gmi_tracer_t *t) {
     if (!t->variants[i].used) return i;
     if (t->variants[i].last_used < t->variants[oldest].last_used) oldest = i;
   }
-  for (uint32_t i = 0; i < t->history_size; i++)
-    if (t->history[i] == oldest) t->history[i] = NO_VARIANT;
+  gmi_history_forget(&t->history, oldest);
   if (t->entered == oldest) t->entered = GMI_NONE;
   if (t->previous == oldest) t->previous = GMI_NONE;
   variant_clear(&t->variants[oldest]);
@@ -424,7 +405,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   }
   v->runs++;
   v->last_used = t->iteration;
-  remember(t, index);
+  gmi_history_add(&t->history, index);
   t->previous = index;
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
@@ -496,7 +477,7 @@ static gemini_status_t trace_load(gmi_manager_t *m, const char *path) {
   uint32_t index = free_variant(t);
   variant_clear(&t->variants[index]);
   t->variants[index] = loaded;
-  remember(t, index);
+  gmi_history_add(&t->history, index);
   t->previous = index;
   gmi_tracer_take_plan(m, &t->variants[index], &loaded.bundle);
   return GEMINI_OK;

@@ -14,13 +14,14 @@
 #include "chunk/shard.h"
 #include "core/streams.h"
 #include "tracer/gathers.h"
+#include "tracer/history.h"
 #include "tracer/timeline.h"
 #include "tracer/tracer.h"
 
 /* NAME_LIMIT: bytes of an op's name. STALLS_LIMIT: timed stalls per iteration; later ones are not counted.
- * SETTLE_RUNS: planned iterations after which the plan is made again. HISTORY: iterations remembered. NO_VARIANT:
- * marks a forgotten variant in the history. */
-enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS, HISTORY = 128, NO_VARIANT = 255 };
+ * SETTLE_RUNS: planned iterations after which the plan is made again. */
+enum { NAME_LIMIT = 127, STALLS_LIMIT = 4096, SETTLE_RUNS = GMI_SETTLE_RUNS };
+_Static_assert((int)GMI_VARIANTS <= (int)GMI_HISTORY_KINDS, "a variant's number is one of the history");
 enum { PAUSE_NS = 50000 }; /* a shorter pause is not worth two marks */
 /* The part of the device budget by which the peaks of iterations that only read, or whose plan moves nothing, may
  * differ and be one variant, and that a plan leaves free where they grow in those that only read. */
@@ -130,9 +131,8 @@ typedef struct gmi_tracer {
   /* the variant whose resident set was established last, so that its next iteration need not do so again; or
    * GMI_NONE */
   uint32_t entered;
-  uint32_t previous;        /* the variant of the last complete iteration, or GMI_NONE */
-  uint8_t history[HISTORY]; /* variants of the last iterations, newest last; NO_VARIANT for one forgotten since */
-  uint32_t history_size;
+  uint32_t previous;     /* the variant of the last complete iteration, or GMI_NONE */
+  gmi_history_t history; /* variants of the last iterations */
   struct {
     uint64_t count; /* made so far; if there is one, the chunk size is final, because plans refer to chunk records */
     step_t last;    /* the iteration before the one in now.step */

@@ -223,7 +223,7 @@ OFFSET(gemini_group_stats_t, planned_fetched_bytes, 80);
 OFFSET(gemini_group_stats_t, gather_wait_ns, 88);
 OFFSET(gemini_group_stats_t, sum_wait_ns, 96);
 OFFSET(gemini_group_stats_t, bucket_chunks, 104);
-OFFSET(gemini_group_stats_t, reserved, 108);
+OFFSET(gemini_group_stats_t, plan_changes, 108);
 
 SIZE(gemini_location_t, 40);
 OFFSET(gemini_location_t, struct_size, 0);

@@ -355,6 +355,39 @@ static void test_auto_leaves_frames_to_states_that_are_worth_more(void) {
   run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_AUTO, .device_chunks = 11 }, trains_with_slow_host);
 }
 
+/* A pass over the layers, without the first ones. */
+static void pass(trainer_t *t, const gemini_tensor_t layers[CHUNKS], uint32_t first) {
+  CHECK_OK(gemini_iteration_begin(t->k->w.mgr));
+  for (uint32_t i = first; i < CHUNKS; i++) layer_op(t, layers[i], WORLD_CHUNK, i, false);
+  CHECK_OK(gemini_iteration_end(t->k->w.mgr));
+}
+static uint32_t plan_changes(const rank_t *k) {
+  gemini_group_stats_t s = GEMINI_GROUP_STATS_INIT;
+  CHECK_OK(gemini_group_stats(k->w.mgr, k->group, &s));
+  return s.plan_changes;
+}
+static void alternates(rank_t *k) {
+  gemini_tensor_t layers[CHUNKS];
+  register_layers(k, layers);
+  trainer_t t = trainer_open(k);
+  pass(&t, layers, 0);
+  for (uint32_t n = 0; n < 3; n++) pass(&t, layers, 0);
+  CHECK_EQ(plan_changes(k), 0);
+  pass(&t, layers, 2); /* not known yet: it leaves the plan of the others for none */
+  CHECK_EQ(plan_changes(k), 1);
+  pass(&t, layers, 0); /* the interrupted kind goes on */
+  CHECK_EQ(plan_changes(k), 1);
+  pass(&t, layers, 2); /* known, and not expected so soon */
+  CHECK_EQ(plan_changes(k), 2);
+  for (uint32_t n = 0; n < 6; n++) pass(&t, layers, n & 1 ? 2 : 0);
+  const uint32_t so_far = plan_changes(k);
+  for (uint32_t n = 0; n < 6; n++) pass(&t, layers, n & 1 ? 2 : 0);
+  CHECK_EQ(plan_changes(k), so_far); /* by now the order is known */
+}
+static void test_kinds_of_iterations_are_expected_in_their_order(void) {
+  run(&(shape_t){ .ranks = 2, .stage = GEMINI_ZERO_PARAMS, .device_chunks = 20 }, alternates);
+}
+
 static void test_bytes_by_plan_are_those_that_a_group_moves(void) {
   const uint64_t step = SANITIZED ? 60 : 20;
   for (uint32_t ranks = 2; ranks <= (SANITIZED ? 3 : 4); ranks++)
@@ -728,6 +761,7 @@ int main(void) {
   RUN(test_ranks_agree_on_the_frames_of_each_operator);
   RUN(test_auto_gathers_as_seldom_as_the_best_stage);
   RUN(test_auto_leaves_frames_to_states_that_are_worth_more);
+  RUN(test_kinds_of_iterations_are_expected_in_their_order);
   RUN(test_bytes_by_plan_are_those_that_a_group_moves);
   RUN(test_experts_are_divided_among_their_own_ranks);
   RUN(test_waits_for_gathers_and_sums_are_counted_apart);

@@ -389,7 +389,7 @@ class GroupStats(_Sized):
         ("gather_wait_ns", c_uint64),
         ("sum_wait_ns", c_uint64),
         ("bucket_chunks", c_uint32),
-        ("reserved", c_uint32),
+        ("plan_changes", c_uint32),
     ]
 
 
