@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import re
 import threading
 
@@ -670,6 +671,74 @@ def test_what_leaves_a_unit_beside_its_result_has_its_gradients(how, reentrant):
     assert train(True) == plain
 
 
+def in_a_thread(function):
+    """Calls a function in a thread of its own, whose nodes are numbered from 0. Returns its result."""
+    done = []
+
+    def run():
+        try:
+            done.append((function(), None))
+        except Exception as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = done[0]
+    if error:
+        raise error
+    return result
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_graphs_of_other_threads_are_not_taken_for_those_of_units(ended):
+    """Nodes of a thread without units have the numbers of those of one with units."""
+    torch.manual_seed(0)
+    model, _ = prepared_units(Net())
+    session = gm._current
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    y = in_a_thread(lambda: model(ids))
+    if ended:
+        gm.close()
+        start(model)  # another one
+    begun = session.brackets.op_number
+
+    def differentiate():
+        other = Net()
+        return torch.autograd.grad(other(ids).square().mean(), list(other.parameters()), create_graph=True)
+
+    in_a_thread(differentiate)
+    assert session.brackets.op_number == begun
+    if not ended:
+        y.square().mean().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_thread_can_run_the_backward_pass_of_another_ones_units():
+    def train(prepared):
+        torch.manual_seed(0)
+        model = BalancedNet("alone")
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
+        out = []
+
+        def backward(loss):
+            (torch.ones(1, requires_grad=True) * 2).backward()  # so that it has made nodes
+            loss.backward()
+
+        for step in range(STEPS):
+            loss = model(torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))).square().mean()
+            if prepared:
+                leave_where_nobody_holds()
+            in_a_thread(functools.partial(backward, loss))
+            out.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return out
+
+    plain = train(False)
+    assert train(True) == plain
+
+
 def test_units_are_told_apart_when_each_step_has_a_thread_of_its_own():
     """Threads number their nodes from 0, and a later one may have the number of one that has ended."""
 
@@ -690,9 +759,7 @@ def test_units_are_told_apart_when_each_step_has_a_thread_of_its_own():
             out.append(loss.item())
 
         for number in (0, 17, 40, 3):
-            thread = threading.Thread(target=step, args=(number,))
-            thread.start()
-            thread.join()
+            in_a_thread(functools.partial(step, number))
         return out
 
     plain = train(False)

@@ -104,7 +104,7 @@ class Passes:
         """A backward pass is about to begin: has it ask for units wherever it comes to one.
 
         If several threads of the program have called units, nothing tells whose nodes the graph has: then only results
-        of units ask.
+        of units ask. A thread that has called none may have made the nodes itself, with numbers that others have.
 
         Args:
             outputs: What autograd begins at: tensors or GradientEdges.
@@ -115,8 +115,11 @@ class Passes:
         calls: list[Call] = getattr(self.of_thread, "calls", others)
         if not calls:
             return
-        nodes = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
-        ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes if node is not None]
+        made = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+        nodes = [node for node in made if node is not None]
+        if calls is others and internals.next_node_number() and not self.has_parameters(nodes):
+            return
+        ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes]
         begin, done = calls[0].first, set()
         while ways:
             node, origin = ways.pop()
@@ -130,6 +133,20 @@ class Passes:
             if node not in done:
                 done.add(node)
                 ways += [(one, call) for one, _ in node.next_functions if one is not None]
+
+    def has_parameters(self, nodes: list[typing.Any]) -> bool:
+        """Whether the graph behind nodes leads to a parameter of the session."""
+        ways, done = list(nodes), set()
+        while ways:
+            node = ways.pop()
+            if node in done:
+                continue
+            done.add(node)
+            place = getattr(getattr(node, "variable", None), "_gm_place", None)
+            if place is not None and place.session is self.session:
+                return True
+            ways += [one for one, _ in node.next_functions if one is not None]
+        return False
 
 
 def _run_backward(outputs: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
