@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import resource
 import signal
 import sys
@@ -1374,13 +1375,13 @@ class Lines(logging.Handler):
     def __init__(self, pid):
         super().__init__()
         self.pid, self.lines = pid, []
-        self.missing = ["watchdog: state: waits: ", " for the other ranks of its group, as rank "]
+        self.missing = ["watchdog: state: waits: ", "watchdog: thread .* for the other ranks of its group, as rank "]
 
     def emit(self, record):
         self.lines.append(record.getMessage())
         if not self.missing:
             return
-        self.missing = [part for part in self.missing if part not in self.lines[-1]]
+        self.missing = [part for part in self.missing if not re.match(part, self.lines[-1])]
         if not self.missing:
             os.kill(self.pid, signal.SIGCONT)
 
