@@ -387,12 +387,16 @@ gmi_fence_t gmi_chunk_used(gmi_manager_t *m, gmi_chunk_t *c) {
   return all;
 }
 
+/* May acquires skip the lock? They look only at the flags. So they must not find SETTLED while updates of the chunk are
+ * left to queue, which an acquire does first; while it is speculated from, which a write ends; while its bytes are
+ * discarded, which an acquire ends; and while a copy is under way behind which a write comes, as set_valid() says. */
+static bool may_settle(gmi_manager_t *m, const gmi_chunk_t *c) {
+  return !c->deferred_ && !c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_) &&
+         (!(atomic_load(&c->word_) & GMI_CHUNK_DIRTY) || gmi_fence_reached(m, c->copied_out_));
+}
 /* The read-modify-write makes what precedes it visible to the acquire load in gmi_chunk_hold_fast(). */
 void gmi_chunk_settle(gmi_manager_t *m, gmi_chunk_t *c) {
-  const bool dirty = atomic_load(&c->word_) & GMI_CHUNK_DIRTY; /* as set_valid(): streams could write it at once */
-  if (!c->spec_ && !c->discarded_ && gmi_fence_reached(m, c->arrive_) &&
-      (!dirty || gmi_fence_reached(m, c->copied_out_)))
-    atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
+  if (may_settle(m, c)) atomic_fetch_or(&c->word_, GMI_CHUNK_SETTLED);
 }
 void gmi_chunk_discard(gmi_manager_t *m, gmi_chunk_t *c) {
   c->discarded_ = true;
@@ -417,11 +421,7 @@ void gmi_chunk_arrived(gmi_manager_t *m, gmi_chunk_t *c, uint32_t frame, gmi_fen
   atomic_store_explicit(&c->touched_, atomic_fetch_add_explicit(&m->frames.clock, 1, memory_order_relaxed) + 1,
                         memory_order_relaxed);
   if (!fresh) set_valid(m, c, c->valid_ | GMI_VALID_DEVICE);
-  uint32_t word = GMI_CHUNK_RESIDENT;
-  /* The fast path looks only at the flags: while updates of the chunk are left to queue, it must not find SETTLED, so
-   * that acquires take the lock and queue them first; likewise while it is speculated from, which a write ends, and
-   * while its bytes are discarded, which an acquire ends. */
-  if (!c->deferred_ && !c->spec_ && !c->discarded_ && gmi_fence_reached(m, arrive)) word |= GMI_CHUNK_SETTLED;
+  const uint32_t word = GMI_CHUNK_RESIDENT | (may_settle(m, c) ? GMI_CHUNK_SETTLED : 0);
   atomic_fetch_or(&c->word_, word); /* last: publishes the fields above to acquires without the lock */
   changed(m, c);
 }

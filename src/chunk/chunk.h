@@ -25,8 +25,8 @@
 #include "policy/cache.h"
 
 #define GMI_CHUNK_RESIDENT (1u << 31) /* the chunk has a frame, which holds its bytes once arrive_ is reached */
-/* SETTLED: acquires may skip the lock. arrive_ is reached, no update is left to queue, and if DIRTY, copied_out_ is
- * reached, too. */
+/* SETTLED: acquires may skip the lock. arrive_ is reached, and if DIRTY, copied_out_ is, too; no update is left to
+ * queue; more in may_settle(). */
 #define GMI_CHUNK_SETTLED (1u << 30)
 #define GMI_CHUNK_DIRTY (1u << 29)    /* the device copy is the only valid copy */
 #define GMI_CHUNK_WRITERS 0x1fff0000u /* count of the users that may write */
