@@ -128,8 +128,8 @@ exact=1 # whether iterations by plan have to move the bytes of their plans, and 
 compare() { # RANKS ZERO BUDGET CLIP, more options
   local ranks=$1 zero=$2 budget=$3 clip=$4 reference=$out/reference-$1-$4 f=$out/$1-$2-$3-$4 name="$1 ranks, ZeRO $2, $3, clip $4"
   local by_plan difference tries
-  # A planned move is left out if it cannot be made at its moment, as where another thread still runs an update of the
-  # chunk: on a machine with much else to do that happens, but not each time.
+  # A planned move is left out if it cannot be made at its moment, as where an update of the chunk has not run yet. On a
+  # machine with much else to do a slice then is on the device that its plan has on the host, but not each time.
   for ((tries = 1; tries <= 3; tries++)); do
     run "$1-$2-$3-$4" --ranks "$ranks" --zero "$zero" --device-mem "$budget" --clip "$clip" "${@:5}"
     by_plan=$(field "$f" iterations_by_plan) difference=$(field "$f" plan_difference_bytes)
