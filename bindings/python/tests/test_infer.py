@@ -523,20 +523,19 @@ def test_weights_stay_in_their_files(session, tmp_path, host, dtype):
     session(share_of(model, 0.2), host_memory=share_of(model, host))
     model = gm.infer(tmp_path, in_place=True)
     assert moved("file to host") <= (CHUNK if converts else 0)  # which it shares with another weight
-    texts = []
-    for _ in range(2):
+    reads = []
+    for _ in range(4):
         before = moved("file to host")
-        texts.append(generate(model, prompt(1, 8)))
-        texts[-1] = moved("file to host") - before, texts[-1]
-    assert all(torch.equal(text, want) for _, text in texts)
-    (first, _), (second, _) = texts
+        assert torch.equal(generate(model, prompt(1, 8)), want)
+        reads.append(moved("file to host") - before)
+    first, second = reads[0], min(reads[1:])  # on a busy machine, one that comes late may be made twice
     if host < 1:
         # For each token what has no room, and less than if the host did not keep what it has room for, beside what was
         # converted, which lies in two chunks.
         kept = share_of(model, host) - (2 * CHUNK if converts else 0)
         assert weights(model) - kept - share_of(model, 0.2) < second / TOKENS < weights(model) - kept
     else:
-        assert 0 < first <= weights(model) + CHUNK and second == 0
+        assert 0 < first <= weights(model) + CHUNK and not any(reads[1:])
     assert moved("host to file") == 0 and (converts or moved("device to host") == 0)
     assert gm.stats()["departures"] == 0
     for file in tmp_path.glob("*.safetensors"):
