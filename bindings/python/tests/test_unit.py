@@ -739,6 +739,42 @@ def test_a_thread_can_run_the_backward_pass_of_another_ones_units():
     assert train(True) == plain
 
 
+@pytest.mark.parametrize("back", ["same", "other"])
+@pytest.mark.parametrize("how", ["beside", "to the next", "alone"])
+def test_what_leaves_a_unit_has_its_gradients_when_several_threads_call_units(how, back):
+    """Each step has a thread of its own; with "other" the backward pass another one, which calls units, too."""
+
+    def train(prepared):
+        torch.manual_seed(0)
+        model, out = BalancedNet(how), []
+        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
+
+        def forward(step):
+            for more in range(17 * step):  # so that the same numbers come to other units
+                torch.ones(1, requires_grad=True) * more
+            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+            return model(ids).square().mean()
+
+        def backward(loss):
+            if prepared:
+                leave_where_nobody_holds()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            out.append(loss.item())
+
+        for step in range(STEPS):
+            if back == "same":
+                in_a_thread(lambda step=step: backward(forward(step)))
+            else:
+                forward(step)
+                backward(in_a_thread(functools.partial(forward, step)))
+        return out
+
+    plain = train(False)
+    assert train(True) == plain
+
+
 def test_units_are_told_apart_when_each_step_has_a_thread_of_its_own():
     """Threads number their nodes from 0, and a later one may have the number of one that has ended."""
 

@@ -3,7 +3,7 @@
 A unit's results have hooks, by which the backward pass asks for its parameters. What leaves a unit beside its results,
 such as a loss that its module keeps, has none. torch numbers the nodes of graphs in the order in which a thread makes
 them. So each call of a unit notes the numbers of its nodes, and before a backward pass the graph is searched for ways
-into a call that have no hook.
+into a call that have no hook. Threads count for themselves, so results also say which thread's calls those are.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -25,7 +25,7 @@ if typing.TYPE_CHECKING:
     from .tensors import Use
 
 MOST_CALLS = 1 << 15  # how many calls of units are remembered, of each thread
-_HOOKED = "libgemini"  # in the metadata of nodes
+_HOOKED = "libgemini"  # in the metadata of nodes with a hook: the Calls of the thread that made them
 
 _all: weakref.WeakSet[Passes] = weakref.WeakSet()
 
@@ -51,6 +51,16 @@ class Call:
         return self.end > number
 
 
+class Calls(list[Call]):
+    """The calls that one thread has made, one after another."""
+
+    __slots__ = ("passes",)
+
+    def __init__(self, passes: Passes) -> None:
+        super().__init__()
+        self.passes = passes
+
+
 def find_call(calls: list[Call], number: int) -> Call | None:
     """The innermost call that has made the node of a number, or None.
 
@@ -69,26 +79,26 @@ class Passes:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # .calls: calls of units that have made nodes, of each thread: threads count their nodes by themselves. They go
-        # with the thread, whose number another one may get.
+        # .calls: the Calls of each thread. They go with the thread, whose number another one may get.
         self.of_thread = threading.local()
         self.threads = 0  # how many of the program's own have called units
-        self.calls: list[Call] = []  # of the first one of these
+        self.calls = Calls(self)  # of the first one of these
         _all.add(self)
 
-    def note_call(self, use: Use, first: int) -> None:
+    def note_call(self, use: Use, first: int, nodes: set[typing.Any]) -> None:
         """Notes a call of a unit that has ended.
 
         Args:
             use: What it has used.
             first: What internals.next_node_number() was before it.
+            nodes: Those of its results, which have hooks.
         """
         end = internals.next_node_number()
         if end == first:
             return
-        calls: list[Call] | None = getattr(self.of_thread, "calls", None)
+        calls: Calls | None = getattr(self.of_thread, "calls", None)
         if calls is None:
-            calls = self.of_thread.calls = []
+            calls = self.of_thread.calls = Calls(self)
             if not internals.is_of_autograd():
                 self.threads += 1
                 self.calls = self.calls or calls
@@ -99,25 +109,19 @@ class Passes:
         calls.append(Call(use, running[-1] if running else None, first, end, inner))
         if len(calls) > MOST_CALLS:
             del calls[: MOST_CALLS // 2]
+        for node in nodes:
+            node.metadata[_HOOKED] = calls
 
     def begins(self, outputs: typing.Iterable[typing.Any]) -> None:
         """A backward pass is about to begin: has it ask for units wherever it comes to one.
 
-        If several threads of the program have called units, nothing tells whose nodes the graph has: then only results
-        of units ask. A thread that has called none may have made the nodes itself, with numbers that others have.
-
         Args:
             outputs: What autograd begins at: tensors or GradientEdges.
         """
-        if self.threads > 1:
-            return
-        others: list[Call] = [] if internals.is_of_autograd() else self.calls
-        calls: list[Call] = getattr(self.of_thread, "calls", others)
-        if not calls:
-            return
         made = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
         nodes = [node for node in made if node is not None]
-        if calls is others and internals.next_node_number() and not self.has_parameters(nodes):
+        calls = self.calls_of(nodes)
+        if not calls:
             return
         ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes]
         begin, done = calls[0].first, set()
@@ -128,25 +132,50 @@ class Passes:
                 continue
             call = find_call(calls, number)
             if call is not None and call is not origin and _HOOKED not in node.metadata:
-                node.metadata[_HOOKED] = True
+                node.metadata[_HOOKED] = calls
                 hook_nodes(self.session, call.use, [node], call.within)
             if node not in done:
                 done.add(node)
                 ways += [(one, call) for one, _ in node.next_functions if one is not None]
 
-    def has_parameters(self, nodes: list[typing.Any]) -> bool:
-        """Whether the graph behind nodes leads to a parameter of the session."""
-        ways, done = list(nodes), set()
+    def calls_of(self, nodes: list[typing.Any]) -> Calls | None:
+        """The calls of the thread that has made a graph, or None if nothing tells which one has: then only results ask.
+
+        Args:
+            nodes: Where the graph begins.
+        """
+        own: Calls | None = getattr(self.of_thread, "calls", None)
+        if own is not None and self.threads <= 1:
+            return own
+        if not self.threads or internals.is_of_autograd():
+            return None
+        if self.threads == 1 and not internals.next_node_number():  # this thread has made no graph
+            return self.calls
+        found, parameters = self.search(nodes)
+        if found:
+            return found[0] if len(found) == 1 else None
+        return self.calls if self.threads == 1 and parameters else None
+
+    def search(self, nodes: list[typing.Any]) -> tuple[list[Calls], bool]:
+        """Whose calls the results in a graph are of, and whether it leads to a parameter of the session.
+
+        Args:
+            nodes: Where the graph begins.
+        """
+        found: list[Calls] = []
+        ways, done, parameters = list(nodes), set(), False
         while ways:
             node = ways.pop()
             if node in done:
                 continue
             done.add(node)
+            calls = node.metadata.get(_HOOKED)
+            if calls is not None and calls.passes is self and not any(calls is one for one in found):
+                found.append(calls)
             place = getattr(getattr(node, "variable", None), "_gm_place", None)
-            if place is not None and place.session is self.session:
-                return True
+            parameters = parameters or (place is not None and place.session is self.session)
             ways += [one for one, _ in node.next_functions if one is not None]
-        return False
+        return found, parameters
 
 
 def _run_backward(outputs: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:

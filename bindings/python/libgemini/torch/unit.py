@@ -356,10 +356,11 @@ class Unit:
         finally:
             running.pop()
         if torch.is_grad_enabled():
-            self.session.passes.note_call(self.use, first)
             nodes: set[typing.Any] = set()
             grad_nodes((out, args, kwargs), nodes)  # arguments may have been changed in place
-            hook_nodes(self.session, self.use, nodes - inputs)
+            nodes -= inputs
+            self.session.passes.note_call(self.use, first, nodes)
+            hook_nodes(self.session, self.use, nodes)
         return out
 
 
