@@ -312,8 +312,8 @@ typedef struct gemini_group_stats_s {
    * a sum delays otherwise, such as an update, is not in it. */
   uint64_t gather_wait_ns, sum_wait_ns;
   uint32_t bucket_chunks; /* chunks whose gradients are added together, at least 1; 0: their size is not chosen yet */
-  /* Iterations that began with the gathers of one plan and came to differ from it: a step behind an evaluation, say,
-   * begins as that did. They do not move the planned bytes. */
+  /* Iterations that began with the gathers of one plan and came to differ from it: an evaluation that was not expected,
+   * say, begins as a step. They do not move the planned bytes. */
   uint32_t plan_changes;
 } gemini_group_stats_t;
 #define GEMINI_GROUP_STATS_INIT { sizeof(gemini_group_stats_t), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
