@@ -61,8 +61,12 @@ def start(model, share=0.4):
     gm.init(device="cpu", strict=True, chunk_size="64KiB", host_memory="64MiB", device_memory=int(size * share))
 
 
+def ids_of(step):
+    return torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
 def loss_of(model, step):
-    ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+    ids = ids_of(step)
     return functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
 
 
@@ -509,7 +513,7 @@ def test_cuda_graphs_of_blocks_train_alike(how, allocator):
                     torch.cuda.make_graphed_callables(block, (sample,))
         out = []
         for step in range(STEPS):
-            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step)).to(device)
+            ids = ids_of(step).to(device)
             loss = functional.cross_entropy(model(ids).view(-1, VOCAB), ids.view(-1))
             loss.backward()
             optimizer.step()
@@ -653,7 +657,7 @@ def test_what_leaves_a_unit_beside_its_result_has_its_gradients(how, reentrant):
         model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
         out = []
         for step in range(STEPS):
-            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+            ids = ids_of(step)
             if reentrant:
                 y = checkpoint(lambda ids, _: model(ids), ids, torch.ones(1, requires_grad=True), use_reentrant=True)
             else:
@@ -714,35 +718,11 @@ def test_graphs_of_other_threads_are_not_taken_for_those_of_units(ended):
         assert all(param.grad is not None for param in model.parameters())
 
 
-def test_a_thread_can_run_the_backward_pass_of_another_ones_units():
-    def train(prepared):
-        torch.manual_seed(0)
-        model = BalancedNet("alone")
-        model, optimizer = prepared_units(model) if prepared else (model, sgd(model))
-        out = []
-
-        def backward(loss):
-            (torch.ones(1, requires_grad=True) * 2).backward()  # so that it has made nodes
-            loss.backward()
-
-        for step in range(STEPS):
-            loss = model(torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))).square().mean()
-            if prepared:
-                leave_where_nobody_holds()
-            in_a_thread(functools.partial(backward, loss))
-            out.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return out
-
-    plain = train(False)
-    assert train(True) == plain
-
-
-@pytest.mark.parametrize("back", ["same", "other"])
+@pytest.mark.parametrize("back", ["same", "other", "without units"])
 @pytest.mark.parametrize("how", ["beside", "to the next", "alone"])
-def test_what_leaves_a_unit_has_its_gradients_when_several_threads_call_units(how, back):
-    """Each step has a thread of its own; with "other" the backward pass another one, which calls units, too."""
+def test_what_leaves_a_unit_has_its_gradients_in_the_backward_passes_of_all_threads(how, back):
+    """Each step has a thread of its own; with "other" its backward pass is run by another one, which calls units, too.
+    "without units": one thread calls all units, and each backward pass has one that has made other nodes."""
 
     def train(prepared):
         torch.manual_seed(0)
@@ -752,8 +732,7 @@ def test_what_leaves_a_unit_has_its_gradients_when_several_threads_call_units(ho
         def forward(step):
             for more in range(17 * step):  # so that the same numbers come to other units
                 torch.ones(1, requires_grad=True) * more
-            ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
-            return model(ids).square().mean()
+            return model(ids_of(step)).square().mean()
 
         def backward(loss):
             if prepared:
@@ -766,6 +745,9 @@ def test_what_leaves_a_unit_has_its_gradients_when_several_threads_call_units(ho
         for step in range(STEPS):
             if back == "same":
                 in_a_thread(lambda step=step: backward(forward(step)))
+            elif back == "without units":
+                loss = forward(step)
+                in_a_thread(lambda loss=loss: backward(loss * torch.ones(1, requires_grad=True)))
             else:
                 forward(step)
                 backward(in_a_thread(functools.partial(forward, step)))

@@ -124,13 +124,10 @@ class Passes:
         if not calls:
             return
         ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes]
-        begin, done = calls[0].first, set()
+        done = set()
         while ways:
             node, origin = ways.pop()
-            number = internals.node_number(node)
-            if number < begin:
-                continue
-            call = find_call(calls, number)
+            call = find_call(calls, internals.node_number(node))
             if call is not None and call is not origin and _HOOKED not in node.metadata:
                 node.metadata[_HOOKED] = calls
                 hook_nodes(self.session, call.use, [node], call.within)
