@@ -14,6 +14,7 @@
 #include "tracer/history.h"
 
 enum { KINDS = 4 };
+_Static_assert((int)KINDS <= (int)GMI_HISTORY_KINDS, "a kind's number is one of the history");
 
 typedef struct {
   uint64_t hash; /* of name and phase: equal names on all ranks have equal ones */

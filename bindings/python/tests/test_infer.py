@@ -528,12 +528,12 @@ def test_weights_stay_in_their_files(session, tmp_path, host, dtype):
         before = moved("file to host")
         assert torch.equal(generate(model, prompt(1, 8)), want)
         reads.append(moved("file to host") - before)
-    first, second = reads[0], min(reads[1:])  # on a busy machine, one that comes late may be made twice
+    first, later = reads[0], min(reads[1:])  # on a busy machine, one that comes late may be made twice
     if host < 1:
         # For each token what has no room, and less than if the host did not keep what it has room for, beside what was
         # converted, which lies in two chunks.
         kept = share_of(model, host) - (2 * CHUNK if converts else 0)
-        assert weights(model) - kept - share_of(model, 0.2) < second / TOKENS < weights(model) - kept
+        assert weights(model) - kept - share_of(model, 0.2) < later / TOKENS < weights(model) - kept
     else:
         assert 0 < first <= weights(model) + CHUNK and not any(reads[1:])
     assert moved("host to file") == 0 and (converts or moved("device to host") == 0)
