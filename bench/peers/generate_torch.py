@@ -13,6 +13,9 @@ device-mem it would be bound_without_torch_seconds. Where all on the GPU was run
 the time in terms of the larger of that one and the bound. Of a mixture of experts each token reads two experts in each
 block, others from token to token. Accelerate, which takes seconds for each token, generates --peer-tokens.
 
+caller_seconds is what of a token's time the calling thread did not wait for the device: with that much or less for each
+token, it is the device, or the link, that binds.
+
 --policy compares which expert of a mixture leaves the device first; with "all" each pass reads all experts, as
 transformers does by itself, and tokens may differ by rounding. --device-mem 30% stands for what all tokens read, 30 %
 of the experts, and 1 GiB for torch's tensors on a GPU. expert_hit_share: of the bytes of the experts that a token
@@ -102,6 +105,7 @@ arguments.add_argument("--uncached", action="store_true", help="the folder's byt
 arguments.add_argument("--reserve", default="1GiB", help="of device-mem, which accelerate leaves to other tensors")
 arguments.add_argument("--chunk-size", default="0", help="of gemini, bytes of a chunk; 0: chosen")
 arguments.add_argument("--allocator", default="pool", choices=["pool", "process", "torch"], help="of gemini")
+arguments.add_argument("--units", default="auto", choices=["auto", "always", "never"], help="of gemini")
 arguments.add_argument("--policy", default="lru", help="of gemini, of " + ", ".join(POLICIES) + "; several with commas")
 arguments.add_argument("--device", default=None, help="cpu: the simulated device")
 arguments.add_argument("--timeline", default=None, help="of gemini, the second text, to this file")
@@ -246,19 +250,24 @@ def main():
             device=device,
             allocator=options.allocator if cuda else None,
             chunk_size=options.chunk_size,
+            units=options.units,
             cache_policy="lru" if options.policy == "all" else options.policy,
         )
         model = gm.infer(folder or model)
     ready = time.perf_counter()
     print(f"made in {made - begin:.1f} s, moved in {ready - made:.1f} s", file=sys.stderr)
 
-    times, departed = [], []
+    times, waited, departed, between = [], [], [], []
 
     def token_made(ids, scores, **_):
+        queued = time.perf_counter()
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        if cuda and len(times) == 1:
+        waited.append(times[-1] - queued)
+        if late:  # torch counts nothing then; between two tokens, so not what a token takes in passing
+            between.append(gm.stats()["nonmodel_bytes"])
+        elif cuda and len(times) == 1:
             torch.cuda.reset_peak_memory_stats()
         if gm and len(times) in (2, tokens):
             departed.append(gm.stats()["departures"])
@@ -277,6 +286,8 @@ def main():
         if options.uncached and folder and text:
             threading.Thread(target=keep_uncached, args=(folder,), daemon=True).start()
         times.clear()
+        waited.clear()
+        between.clear()
         departed.clear()
         text_begin = time.perf_counter()
         out = model.generate(
@@ -295,13 +306,14 @@ def main():
                 "first": times[0] - text_begin,
                 "done": times[0],
                 "seconds": seconds,
+                "caller": statistics.median(after - wait for after, wait in zip(seconds, waited[1:])),
                 "departures": departed[-1] - departed[0] if gm else 0,  # behind the second token
             }
         )
     first, second = texts
     value = statistics.median(second["seconds"])
     # The arenas' tensors are no memory of torch's, but Accelerate's are.
-    taken = torch.cuda.max_memory_allocated() if gm and cuda else 0
+    taken = max(between) if late else torch.cuda.max_memory_allocated() if gm and cuda else 0
     needed_weights = needed
     cache_read = options.batch * token_bytes * (options.prompt + tokens // 2)
     needed += cache_read if moves_cache else 0
@@ -327,6 +339,7 @@ def main():
         "bound_seconds": bound,
         "bound_without_torch_seconds": max(needed - limit, 0) / rate if options.system != "gpu" else 0.0,
         "torch_bytes": taken,
+        "caller_seconds": second["caller"],
         "first_token_seconds": second["first"],
         "cold_first_token_seconds": first["first"],
         "departures": second["departures"],
