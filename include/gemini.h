@@ -506,7 +506,8 @@ GEMINI_API gemini_status_t gemini_arena_take_pointer(gemini_manager_t mgr, gemin
 GEMINI_API gemini_status_t gemini_tensor_register(gemini_manager_t mgr, gemini_arena_t arena, const char *name,
                                                   uint64_t size_bytes, uint64_t offset_bytes,
                                                   gemini_tensor_t *tensor_out) GEMINI_MUST_CHECK;
-/** Forgets a tensor. Its bytes stay in the arena. NULL is accepted.
+/** Forgets a tensor. Its bytes stay in the arena; those that its gradient had taken are the gradient's still, and count
+ *  as parameters from then on. NULL is accepted.
  *  @retval GEMINI_ERR_BUSY  the tensor or a counterpart of it is acquired
  *  Since: 0.1 */
 GEMINI_API gemini_status_t gemini_tensor_unregister(gemini_manager_t mgr, gemini_tensor_t tensor);
@@ -839,16 +840,19 @@ GEMINI_API gemini_status_t gemini_load(gemini_manager_t mgr, const gemini_access
  *  The file must stay as it is, as long as ranges have its bytes. A file that was replaced under its name does; one
  *  that has another size or time of modification is not read any more: uses of the range fail with GEMINI_ERR_FORMAT.
  *  @param access  object and range; mode and tier are ignored
- *  @param fd  a regular file; it may be closed afterwards. Ranges of at most 256 files are borrowed at once
+ *  @param fd  a regular file, open for reading; it may be closed afterwards. Ranges of at most 256 files are borrowed
+ *           at once
  *  @param fd_offset  byte offset in the file; of any alignment
- *  @retval GEMINI_ERR_INVALID  fd is not of a regular file, or ranges of 256 other files are borrowed; nothing changed
+ *  @retval GEMINI_ERR_INVALID  fd is not of a regular file, or not open for reading, or ranges of 256 other files are
+ *           borrowed; nothing changed
  *  @retval GEMINI_ERR_FORMAT  the file ends early, or was changed since a range was borrowed from it that still has its
  *           bytes there; nothing changed
  *  @retval GEMINI_ERR_IO  the file cannot be looked at, or opened for reading; nothing changed
  *  @retval GEMINI_ERR_BUSY  a part of the range is acquired, pinned to the device, or being loaded; nothing changed
  *  @retval GEMINI_ERR_STATE  a gradient has taken bytes of the range
  *  @retval GEMINI_ERR_UNSUPPORTED  the arena is sharded, or file_engine asks for an engine that does not work
- *  Where a part is loaded, also what gemini_load() returns, with the rest borrowed. Since: 0.1 */
+ *  Where a part is loaded, also what gemini_load() returns of reading it; then nothing is borrowed, and parts may have
+ *  been read. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_borrow(gemini_manager_t mgr, const gemini_access_t *access, int fd,
                                          uint64_t fd_offset) GEMINI_MUST_CHECK;
 /** Writes a range to a file descriptor at fd_offset, from wherever its newest bytes are. Blocks.

@@ -35,8 +35,10 @@ typedef struct gemini_forecast {
   uint64_t chunk_bytes;   /* of the configuration, or else of the trace */
   uint64_t model_bytes;   /* chunks of all arenas */
   uint64_t device_needed; /* least device_bytes, with the margin, for which there is a plan; STATIC takes more */
-  uint64_t host_needed;   /* least host_bytes with the given file_bytes */
-  uint64_t file_needed;   /* least file_bytes with the given host_bytes; 0 where no file tier is configured */
+  /* Least host_bytes with the given file_bytes. Where the plan has states stay on the device for want of room below,
+   * what it takes with these there; so it may be less for a smaller host_bytes. */
+  uint64_t host_needed;
+  uint64_t file_needed; /* least file_bytes with the given host_bytes; 0 where no file tier is configured */
   /* The rest is of the plan; all 0 if lacks has the device's bit. */
   uint64_t device_bytes;               /* used at most, by chunks and non-model memory */
   uint64_t host_bytes;                 /* used; copies stay there while nothing else needs the room */
@@ -55,7 +57,8 @@ typedef struct gemini_forecast {
 
 /** Plans a recorded iteration for given budgets, without a manager, a GPU, files or memory for chunks.
  *  A budget that is too small is no error: forecast_out->lacks says which, and the needed bytes say how much it takes.
- *  The host, with files below it, has to have room for all chunks, as the first iterations have no plan.
+ *  The host, with files below it, has to have room for all chunks but the states that stay on the device for want of
+ *  it: the first iterations have no plan.
  *  @param config  as for gemini_manager_open(), with these differences: budgets may exceed what the machine has; each
  *           budget, and all arenas together, may have 2^22 chunks at most; of the device only its sort counts; file_dir
  *           and checkpoint_name are not used. chunk_bytes 0: as in the trace. update_threads 0: as many as a manager on

@@ -110,6 +110,9 @@ void gmi_arena_sort(gmi_manager_t *m, gmi_arena_t *a);                /* sorts o
 /* Calls fn for every tensor of arena a that overlaps [offset, offset + size). */
 void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t size,
                     void (*fn)(gmi_manager_t *m, gmi_tensor_t *t, void *user), void *user);
+/* For gmi_arena_each(): a tensor that gets bytes from a file, even in part, goes from FREE to HOLD, as after an
+ * update. */
+void gmi_tensor_not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user);
 void gmi_arena_free_all(gmi_manager_t *m);
 bool gmi_state_legal(uint32_t from, uint32_t to);
 static inline uint32_t gmi_tensor_state(uint64_t word) {

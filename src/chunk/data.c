@@ -379,15 +379,6 @@ static gemini_status_t file_check(const gmi_range_t *r, const gmi_chunk_t *c, bo
   return GEMINI_OK;
 }
 
-void gmi_tensor_not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
-  uint64_t word = atomic_load(&t->word);
-  (void)m;
-  (void)user;
-  while (word >> GMI_TENSOR_STATE_SHIFT == GEMINI_STATE_FREE &&
-         !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_HOLD))) {
-  }
-}
-
 static bool in_range(const void *user, const gmi_chunk_t *c) {
   const gmi_range_t *r = user;
   return c->arena == r->store->index && c->index >= r->first && c->index <= r->last;
@@ -396,10 +387,8 @@ static bool in_range(const void *user, const gmi_chunk_t *c) {
 static void load_end(gmi_manager_t *m, const gmi_range_t *r, uint64_t count) {
   for (uint64_t i = 0; i < count; i++) gmi_chunk_load_end(m, &r->store->chunks[r->first + i]);
 }
-/* Claims all chunks of the range, or none: from here on no other call can make the load BUSY. Each chunk's deferred
- * pieces are queued first; a callback that this runs may use the chunks that are not claimed yet, hence the checks at
- * each claim. */
-static gemini_status_t load_begin(gmi_manager_t *m, const gmi_range_t *r) {
+void gmi_load_end(gmi_manager_t *m, const gmi_range_t *r) { load_end(m, r, (uint64_t)r->last - r->first + 1); }
+gemini_status_t gmi_load_begin(gmi_manager_t *m, const gmi_range_t *r) {
   gemini_status_t status = GEMINI_OK;
   uint64_t claimed = 0;
   for (; !status && r->first + claimed <= r->last; claimed += !status) {
@@ -448,13 +437,9 @@ static gemini_status_t file_prepare(gmi_manager_t *m, transfer_t *t, bool write_
  * held on the host meanwhile, for a load as a writer. A load has claimed the whole range, so that it is either refused
  * as a whole or ends; one whose I/O fails half-way leaves the chunks before the failure loaded. A store claims nothing:
  * a chunk that another thread acquires for writing meanwhile ends it. */
-static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int fd, bool write_file) {
+static gemini_status_t transfer_chunks(gmi_manager_t *m, const transfer_t *t, int fd, bool write_file) {
   const gmi_range_t *r = &t->range;
-  /* Before the first byte is read: an update that cannot be queued fails a load while nothing has changed. */
-  bool queued = false; /* does not matter: each chunk is checked again */
-  gemini_status_t status =
-      write_file ? gmi_updates_queue_range(m, r->store, r->first, r->last, &queued) : load_begin(m, r);
-  if (status) return status;
+  gemini_status_t status = GEMINI_OK;
   uint64_t asked = 0;
   for (uint64_t i = r->first; !status && i <= r->last; i++) {
     gmi_chunk_t *c = &r->store->chunks[i];
@@ -482,7 +467,23 @@ static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int 
                        gmi_tensor_not_free, NULL);
     }
   }
-  if (!write_file) load_end(m, r, (uint64_t)r->last - r->first + 1);
+  return status;
+}
+static gemini_status_t file_transfer(gmi_manager_t *m, const transfer_t *t, int fd, bool write_file) {
+  const gmi_range_t *r = &t->range;
+  /* Before the first byte is read: an update that cannot be queued fails a load while nothing has changed. */
+  bool queued = false; /* does not matter: each chunk is checked again */
+  gemini_status_t status =
+      write_file ? gmi_updates_queue_range(m, r->store, r->first, r->last, &queued) : gmi_load_begin(m, r);
+  if (status) return status;
+  status = transfer_chunks(m, t, fd, write_file);
+  if (!write_file) gmi_load_end(m, r);
+  return status;
+}
+gemini_status_t gmi_load_claimed(gmi_manager_t *m, const gmi_range_t *r, int fd, uint64_t fd_offset) {
+  const transfer_t t = { *r, r->arena, r->offset, fd_offset };
+  gemini_status_t status = transfer_chunks(m, &t, fd, false);
+  if (!status) gmi_range_written(m, r);
   return status;
 }
 

@@ -331,6 +331,15 @@ void gmi_arena_each(gmi_manager_t *m, gmi_arena_t *a, uint64_t offset, uint64_t 
   }
 }
 
+void gmi_tensor_not_free(gmi_manager_t *m, gmi_tensor_t *t, void *user) {
+  uint64_t word = atomic_load(&t->word);
+  (void)m;
+  (void)user;
+  while (word >> GMI_TENSOR_STATE_SHIFT == GEMINI_STATE_FREE &&
+         !atomic_compare_exchange_weak(&t->word, &word, gmi_tensor_word(word, GEMINI_STATE_HOLD))) {
+  }
+}
+
 /* The legal transitions; docs/states.md gives the reasons. */
 bool gmi_state_legal(uint32_t from, uint32_t to) {
   static const uint8_t to_bits[GEMINI_STATE_COUNT] = {

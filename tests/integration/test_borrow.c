@@ -1,6 +1,7 @@
 /* gemini_borrow(): ranges whose bytes stay in files of the caller's until they are wanted. SPDX-License-Identifier:
  * Apache-2.0 */
 #include <fcntl.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -170,6 +171,17 @@ static void test_borrow_refusals_change_nothing(void) {
   CHECK_STATUS(gemini_borrow(w.mgr, &all, pipes[0], 0), GEMINI_ERR_INVALID);
   CHECK(strstr(world_error().message, "is not of a regular file"));
   close(pipes[0]), close(pipes[1]);
+  char path[64];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+  const int unreadable[] = { open(path, O_WRONLY | O_CLOEXEC), open(path, O_PATH | O_CLOEXEC) };
+  gemini_access_t half =
+      world_part(t, 0, CHUNK + 1000, 0, 0); /* one chunk is borrowed, of the other a part is loaded */
+  for (int i = 0; i < 2; i++) {
+    CHECK(unreadable[i] >= 0);
+    CHECK_STATUS(gemini_borrow(w.mgr, &half, unreadable[i], 0), GEMINI_ERR_INVALID);
+    CHECK_SAYS(world_error().message, "is not open for reading");
+    close(unreadable[i]);
+  }
   OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, 0), GEMINI_ERR_BUSY);
   OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -182,6 +194,55 @@ static void test_borrow_refusals_change_nothing(void) {
   CHECK(reads_file(&w, t, 0, 2 * CHUNK, CHUNK, DEVICE));
   OK(gemini_zero(w.mgr, &all));
   OK(gemini_store(w.mgr, &all, fd, 0));
+  close(fd);
+  world_close(&w);
+}
+
+typedef struct {
+  const world_t *w;
+  gemini_tensor_t t;
+  _Atomic bool stop; /* Atomic: set by the other thread; orders nothing else */
+} neighbour_t;
+static void *use_neighbour(void *user) {
+  neighbour_t *n = user;
+  while (!n->stop) {
+    gemini_access_t a = world_whole(n->t, GEMINI_READ_WRITE, HOST);
+    const gemini_status_t status = gemini_acquire(n->w->mgr, &a, 1, GEMINI_STREAM_CALLER);
+    if (!status) OK(gemini_release(n->w->mgr, &a, 1, GEMINI_STREAM_CALLER));
+    else CHECK(status == GEMINI_ERR_BUSY); /* the chunk is being loaded */
+  }
+  return NULL;
+}
+/* The range ends in a chunk that another thread uses: it is borrowed and read, or refused and as it was. */
+static void test_borrow_beside_another_thread_is_whole(void) {
+  enum { BYTES_OF = CHUNK + 4096, TIMES = 8000 };
+  int fd = file_of(BYTES_OF), refused = 0, borrowed = 0;
+  world_t w = world_open(world_config(16, 64, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", BYTES_OF);
+  neighbour_t n = { &w, world_tensor(&w, arena, "neighbour", 4096), false };
+  gemini_access_t all = world_whole(t, 0, 0);
+  pthread_t thread;
+  CHECK_EQ(pthread_create(&thread, NULL, use_neighbour, &n), 0);
+  for (int i = 0; i < TIMES; i++) {
+    gemini_access_t a = world_whole(t, GEMINI_WRITE, HOST);
+    gemini_status_t status;
+    OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    memset(a.ptr, 1, BYTES_OF);
+    OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    status = gemini_borrow(w.mgr, &all, fd, 0);
+    if (status) CHECK_EQ(status, GEMINI_ERR_BUSY);
+    *(status ? &refused : &borrowed) += 1;
+    a = world_whole(t, GEMINI_READ, HOST);
+    OK(gemini_acquire(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    const uint8_t *bytes = a.ptr;
+    if (status) CHECK(bytes[0] == 1 && !memcmp(bytes, bytes + 1, BYTES_OF - 1));
+    else CHECK(world_reads(a.ptr, 0, BYTES_OF, SEED));
+    OK(gemini_release(w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+  n.stop = true;
+  CHECK_EQ(pthread_join(thread, NULL), 0);
+  CHECK(refused + borrowed == TIMES && borrowed);
   close(fd);
   world_close(&w);
 }
@@ -400,6 +461,7 @@ int main(void) {
   RUN(test_a_file_that_changes_is_not_read);
   RUN(test_a_file_that_nothing_is_borrowed_from_may_change);
   RUN(test_borrow_refusals_change_nothing);
+  RUN(test_borrow_beside_another_thread_is_whole);
   RUN(test_borrow_knows_gradients_of_tied_tensors);
   RUN(test_borrowed_bytes_are_not_in_the_file_tier);
   RUN(test_borrowed_copies_on_the_host_make_room);
