@@ -203,6 +203,35 @@ def test_other_memory(session, name):
     works(model)
 
 
+LAYOUTS = {
+    "t_": (),
+    "transpose_": (0, 1),
+    "swapaxes_": (0, 1),
+    "swapdims_": (0, 1),
+    "squeeze_": (),
+    "unsqueeze_": (0,),
+    "as_strided_": ((SIZE, SIZE), (1, SIZE)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_layout(session, name):
+    """Updates and checkpoints pair the elements of a parameter, its gradient and its states by their layout."""
+    session()
+    model = mlp()
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+    works(model, optimizer)
+    model(torch.ones(2, SIZE)).sum().backward()
+    weight = model[0].weight
+    before = weight.detach().clone()
+    for what in (weight, weight.grad, optimizer.state[weight]["exp_avg"]):
+        with pytest.raises(gm.GeminiError, match=rf"0.weight.*: {name}\(\) would change the layout"), torch.no_grad():
+            getattr(what, name)(*LAYOUTS[name])
+    getattr(weight.data, name)(*LAYOUTS[name])  # of a view of its own
+    assert torch.equal(weight, before) and weight.stride() == (SIZE, 1)
+    works(model, optimizer)
+
+
 def test_moved_behind_our_back(session):
     session()
     model = gm.prepare(mlp())
@@ -459,6 +488,35 @@ def test_host_too_small(session):
     with pytest.raises(gm.GeminiError, match="2.weight: .* more bytes than device, host and files have") as raised:
         gm.prepare(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
     assert raised.value.status == "OOM_HOST"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("again", (False, True))
+def test_taken_from_the_groups_of_a_step_in_backward(session, dtype, again):
+    """In bfloat16 its gradient takes its bytes, and no update would write them again."""
+    session()
+    model = mlp().to(dtype)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.1), step_in_backward=True)
+
+    def step():
+        model(torch.ones(2, SIZE, dtype=dtype)).sum().backward()
+
+    step()
+    optimizer.step()
+    params = optimizer.param_groups[0]["params"]
+    weight = params.pop(2)
+    before = weight.detach().clone()
+    with pytest.raises(gm.GeminiError, match=r"parameter 1.weight has a gradient, but has been taken from the groups"):
+        step()
+    assert torch.equal(weight, before) and weight.grad is None
+    optimizer.step()
+    if again:
+        params.insert(2, weight)
+    else:
+        weight.requires_grad_(False)
+    step()
+    optimizer.step()
+    assert torch.equal(weight, before) is not again
 
 
 @pytest.mark.parametrize("shared", (False, True))

@@ -230,6 +230,12 @@ class AdamwRule:
             self.speculation.forget()
         self.group_of = None
 
+    def updates(self, record):
+        """Whether this backward pass updates a parameter: it is in a group of the optimizer."""
+        if self.group_of is None or id(record) not in self.group_of:  # groups may have changed after an exception
+            self.group_of = groups_of(self.groups())
+        return id(record) in self.group_of
+
     def landed(self, record):
         """A gradient was stored: updates the parameters that waited for nothing else."""
         self.waiting[record] = None

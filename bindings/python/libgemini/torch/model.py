@@ -391,6 +391,10 @@ class Record:
             if self.spent:
                 _set_grad(self.param, None)
                 self.refuse_second()
+            rule = self.session.rule_of.get(self)
+            if rule and not rule.updates(self):
+                _set_grad(self.param, None)
+                self.refuse_left()
             self.session.backward.begin()
             self.queue(fresh)
 
@@ -400,6 +404,14 @@ class Record:
             f"parameter {self.name} has a second gradient, but was updated with its first (step_in_backward=True): "
             "call optimizer.step() after each backward pass. Accumulation, and modules that reentrant checkpoints use "
             "several times, need prepare() without"
+        )
+
+    def refuse_left(self):
+        """Raises GeminiError: no update would follow, and the gradient would have taken the parameter's bytes."""
+        raise GeminiError(
+            f"parameter {self.name} has a gradient, but has been taken from the groups of the optimizer, which was "
+            "prepared with step_in_backward=True: freeze it, too, by requires_grad_(False)",
+            "STATE",
         )
 
     def queue(self, fresh):

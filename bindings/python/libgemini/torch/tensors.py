@@ -779,6 +779,18 @@ def _refuse(func, args, kwargs):
     )
 
 
+def _layout(func, args, kwargs):
+    """Serves functions that change a tensor's shape or strides in place."""
+    tensor = args[0]
+    place = tensor._gm_place
+    if isinstance(tensor, ManagedParameter) or (place.follows and place.has(tensor)):  # of a gradient, of a state
+        raise GeminiError(
+            f"{place.name}: {func.__name__}() would change the layout that a parameter, its gradient and its states "
+            "have in common: take what it returns without the underscore"
+        )
+    return _run(func, args, kwargs)
+
+
 def _autograd(func, args, kwargs):
     """Runs torch.autograd.grad() and backward(), which call hooks and recompute checkpoints.
 
@@ -1062,6 +1074,10 @@ _SPECIAL = {
     _Tensor.resize_: _refuse,
     _Tensor.resize_as_: _refuse,
     _Tensor.share_memory_: _refuse,
+    **{
+        getattr(_Tensor, name): _layout
+        for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
+    },
     torch.zeros_like: _like,
     torch.empty_like: _like,
     torch.full_like: _like,
