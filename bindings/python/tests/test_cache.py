@@ -6,6 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 import copy
 import gc
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -55,6 +57,24 @@ def test_tokens_are_torchs(session, attention, layers, length, budget):
         cache = gm.Cache(model)
         assert torch.equal(next(texts(model, lambda: cache, length)), want[0])
     assert not cache.layers[0].keys.is_inference()  # of such a tensor, a read counts as a write
+
+
+def test_a_process_that_an_exception_ends_with_a_cache_says_no_more_than_that():
+    script = (
+        "import torch, transformers\nimport libgemini.torch as gm\n"
+        "gm.init(device='cpu', device_memory='4MiB', host_memory='64MiB', progress=False)\n"
+        "config = transformers.LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2,"
+        " num_attention_heads=4)\n"
+        "model = gm.infer(transformers.LlamaForCausalLM(config))\n"
+        "def run(cache):\n"
+        "  model(input_ids=torch.tensor([[1, 2]]), past_key_values=cache, use_cache=True)\n"
+        "  raise RuntimeError('of the program')\n"
+        "cache = gm.Cache(model)\n"  # it, and with it the places of its layers, lives until Python takes modules apart
+        "run(cache)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Exception ignored" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "RuntimeError: of the program"
 
 
 def test_a_draft_is_taken_back(session):

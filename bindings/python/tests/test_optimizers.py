@@ -4,6 +4,7 @@ SPDX-License-Identifier: Apache-2.0
 """
 
 import collections
+import gc
 import types
 
 import pytest
@@ -514,6 +515,20 @@ def test_states_follow_parameters_that_change_places(session, make):
     optimizer.load_state_dict(optimizer.state_dict())
     for number, states in before.items():
         same_bits(optimizer.state_dict()["state"][len(before) - 1 - number], states)
+
+
+def test_optimizers_one_after_the_other_leave_nothing(session):
+    """Their states' places end with them, and so does what these need while torch has tensors of them."""
+    session()
+    model, optimizer = gm.prepare(*(lambda model: (model, adamw(model.parameters())))(nn.Linear(32, 32)))
+    counts = []
+    for _ in range(8):
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        model, optimizer = gm.prepare(model, adamw(model.parameters()))
+        gc.collect()
+        counts.append(len(model.weight._gm_place.storages))
+    assert max(counts) <= counts[1] + 4
 
 
 @pytest.mark.parametrize("make, more", ((sgd, {}), (adamw, {}), (adamw, {"step_in_backward": True}), (GlobalNorm, {})))

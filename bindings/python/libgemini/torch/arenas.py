@@ -145,7 +145,9 @@ class Place:
         """
         if self.tensor is None or not self.elements or self.python_ends():  # the session is closed by then
             return
-        (self.follows or self).storages.append(StorageWeakRef(self.tensor.untyped_storage()))
+        storages = (self.follows or self).storages
+        storages[:] = [one for one in storages if not one.expired()]
+        storages.append(StorageWeakRef(self.tensor.untyped_storage()))
         if not self.follows:
             self.session.arenas.left.append((self.arena, self.offset, self.size_bytes, self.object, self.storages))
 

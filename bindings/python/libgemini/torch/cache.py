@@ -119,7 +119,7 @@ class CachePlace(Place):
 
     def __del__(self) -> None:
         """Queues the arena for reuse. Python may call this on any thread at any time."""
-        if self.tensor is not None:
+        if self.tensor is not None and not self.python_ends():
             storages = [*self.storages, StorageWeakRef(self.tensor.untyped_storage())]
             self.pool.left.append((self.arena, self.size_bytes, self.taken, self.dtype, storages))
 
