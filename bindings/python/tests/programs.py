@@ -53,6 +53,7 @@ REFUSALS = (
     r"was replaced by another tensor|was added after libgemini\.torch\.prepare\(\): call prepare\(\) again",
     r"would be moved or replaced",
     r"would give it other memory",
+    r"would change the layout that a parameter",
     r"the data of a gradient or of a view cannot be replaced",
     r"this gradient was cleared or replaced",
     r"is set to a tensor of .*: want",
