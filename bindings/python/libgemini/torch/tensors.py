@@ -783,7 +783,7 @@ def _layout(func, args, kwargs):
     """Serves functions that change a tensor's shape or strides in place."""
     tensor = args[0]
     place = tensor._gm_place
-    if isinstance(tensor, ManagedParameter) or (place.follows and place.has(tensor)):  # of a gradient, of a state
+    if isinstance(tensor, ManagedParameter) or (place.follows is not None and place.has(tensor)):  # gradient, state
         raise GeminiError(
             f"{place.name}: {func.__name__}() would change the layout that a parameter, its gradient and its states "
             "have in common: take what it returns without the underscore"
