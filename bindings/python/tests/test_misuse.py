@@ -203,6 +203,26 @@ def test_other_memory(session, name):
     works(model)
 
 
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda weight: torch.ops.aten.resize_(weight, (4, 4)),
+        lambda weight: torch.resize_as_(weight, torch.zeros(4, 4)),
+        lambda weight: torch.ops.aten.set_(weight, torch.zeros(SIZE, SIZE)),
+    ),
+)
+def test_other_memory_by_an_operator(session, change):
+    session()
+    model = gm.prepare(mlp())
+    with pytest.raises(gm.GeminiError, match=r"0.weight: .*\(\) would give it other memory"), torch.no_grad():
+        change(model[0].weight)
+    assert torch.zeros(3).resize_as_(model[0].weight).shape == (SIZE, SIZE)
+    with torch.no_grad():
+        bytes_of = torch.ops.aten.set_(torch.zeros(3), model[0].weight)  # managed now, as by the method
+    assert torch.equal(bytes_of.clone(), model[0].weight)
+    works(model)
+
+
 LAYOUTS = {
     "t_": (),
     "transpose_": (0, 1),
@@ -214,8 +234,9 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("owner", (torch.Tensor, torch.ops.aten))
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_another_layout(session, name):
+def test_another_layout(session, name, owner):
     """Updates and checkpoints pair the elements of a parameter, its gradient and its states by their layout."""
     session()
     model = mlp()
@@ -226,8 +247,8 @@ def test_another_layout(session, name):
     before = weight.detach().clone()
     for what in (weight, weight.grad, optimizer.state[weight]["exp_avg"]):
         with pytest.raises(gm.GeminiError, match=rf"0.weight.*: {name}\(\) would change the layout"), torch.no_grad():
-            getattr(what, name)(*LAYOUTS[name])
-    getattr(weight.data, name)(*LAYOUTS[name])  # of a view of its own
+            getattr(owner, name)(what, *LAYOUTS[name])
+    getattr(owner, name)(weight.data, *LAYOUTS[name])  # of a view of its own
     assert torch.equal(weight, before) and weight.stride() == (SIZE, 1)
     works(model, optimizer)
 

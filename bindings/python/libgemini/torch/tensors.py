@@ -773,10 +773,20 @@ def _set_source(tensor, source=None, *args, **kwargs):
 
 
 def _refuse(func, args, kwargs):
+    if not isinstance(args[0], ManagedTensor):  # which takes the shape of one that is
+        with _plain():
+            return func(*args, **kwargs)
     raise GeminiError(
         f"{args[0]._gm_place.name}: {func.__name__}() would give it other memory, but its address is "
         "libgemini's: do it with a clone()"
     )
+
+
+def _set_by_operator(func, args, kwargs):
+    """Serves torch.ops.aten.set_(), as the method is served by _set_source()."""
+    if isinstance(args[0], ManagedTensor):
+        _refuse(func, args, kwargs)
+    return _set_source(*args, **kwargs)
 
 
 def _layout(func, args, kwargs):
@@ -1048,6 +1058,16 @@ def _like(func, args, kwargs):
     return out
 
 
+def _forms(*names):
+    """The methods, functions and operators of torch of these names."""
+    found = {getattr(owner, name) for owner in (_Tensor, torch) for name in names if hasattr(owner, name)}
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            found |= {packet, *(getattr(packet, overload) for overload in packet.overloads())}
+    return found
+
+
 _SPECIAL = {
     _Tensor.grad.__get__: _grad_get,
     _Tensor.grad.__set__: _grad_set,
@@ -1071,13 +1091,11 @@ _SPECIAL = {
     _Tensor.__format__: _copied,
     _Tensor.untyped_storage: _storage,
     _Tensor.storage: _storage,
-    _Tensor.resize_: _refuse,
-    _Tensor.resize_as_: _refuse,
-    _Tensor.share_memory_: _refuse,
-    **{
-        getattr(_Tensor, name): _layout
-        for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
-    },
+    **dict.fromkeys(_forms("resize_", "resize_as_", "share_memory_"), _refuse),
+    **dict.fromkeys(_forms("set_") - {_Tensor.set_}, _set_by_operator),
+    **dict.fromkeys(
+        _forms("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"), _layout
+    ),
     torch.zeros_like: _like,
     torch.empty_like: _like,
     torch.full_like: _like,
