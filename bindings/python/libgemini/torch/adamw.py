@@ -232,9 +232,15 @@ class AdamwRule:
 
     def updates(self, record):
         """Whether this backward pass updates a parameter: it is in a group of the optimizer."""
-        if self.group_of is None or id(record) not in self.group_of:  # groups may have changed after an exception
+        if id(record) not in self.current_groups():
+            self.group_of = None  # the program may have changed them since an exception ended a pass
+        return id(record) in self.current_groups()
+
+    def current_groups(self):
+        """The parameter group of each record, by the id of the record, in this backward pass."""
+        if self.group_of is None:
             self.group_of = groups_of(self.groups())
-        return id(record) in self.group_of
+        return self.group_of
 
     def landed(self, record):
         """A gradient was stored: updates the parameters that waited for nothing else."""
@@ -259,8 +265,7 @@ class AdamwRule:
         if not records:
             return
         records.sort(key=lambda record: (record.place.arena, record.place.offset))
-        if self.group_of is None:
-            self.group_of = groups_of(self.groups())
+        group_of = self.current_groups()
         run: list[Record] = []
         for record in records:
             del self.waiting[record]
@@ -269,11 +274,11 @@ class AdamwRule:
                 or record.place.offset - run[-1].place.offset - run[-1].place.size_bytes
                 >= ALIGNMENT * record.place.dtype.itemsize
             ):
-                self.submit(run[0].place.arena, run, self.group_of)
+                self.submit(run[0].place.arena, run, group_of)
                 run = []
             run.append(record)
         if run:
-            self.submit(run[0].place.arena, run, self.group_of)
+            self.submit(run[0].place.arena, run, group_of)
         for record in records:
             record.has_grad = False
 

@@ -447,16 +447,25 @@ def _overwrites(func: typing.Any, tensor: torch.Tensor, args: typing.Any, kwargs
         return False
 
 
+def _functions(*names):
+    """The functions and methods of torch of these names."""
+    owners = _Tensor, torch, torch.nn.functional
+    return {getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
+
+
+def _operators(*names):
+    """The operators of torch.ops.aten of these names, and their overloads."""
+    packets = [packet for name in names if (packet := getattr(torch.ops.aten, name, None)) is not None]
+    return {*packets, *(getattr(packet, one) for packet in packets for one in packet.overloads())}
+
+
 # Functions that write running statistics without incrementing a version: which arguments these are.
 _STATISTICS: dict[typing.Any, tuple[int, int]] = {
     F.batch_norm: (1, 2),
     torch.batch_norm: (3, 4),
     torch.native_batch_norm: (3, 4),
+    **dict.fromkeys(_operators("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), (3, 4)),
 }
-for _name in "batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm":
-    _packet = getattr(torch.ops.aten, _name, None)
-    if _packet is not None:
-        _STATISTICS.update(dict.fromkeys((_packet, *(getattr(_packet, one) for one in _packet.overloads())), (3, 4)))
 _OPERATORS = {internals.Overload, internals.Overloads}
 
 
@@ -773,7 +782,7 @@ def _set_source(tensor, source=None, *args, **kwargs):
 
 
 def _refuse(func, args, kwargs):
-    if not isinstance(args[0], ManagedTensor):  # which takes the shape of one that is
+    if not isinstance(args[0], ManagedTensor):  # plain.resize_as_(managed) reads no more than a shape
         with _plain():
             return func(*args, **kwargs)
     raise GeminiError(
@@ -1058,16 +1067,8 @@ def _like(func, args, kwargs):
     return out
 
 
-def _forms(*names):
-    """The methods, functions and operators of torch of these names."""
-    found = {getattr(owner, name) for owner in (_Tensor, torch) for name in names if hasattr(owner, name)}
-    for name in names:
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:
-            found |= {packet, *(getattr(packet, overload) for overload in packet.overloads())}
-    return found
-
-
+_RESIZES = "resize_", "resize_as_", "share_memory_"
+_LAYS_OUT = "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"
 _SPECIAL = {
     _Tensor.grad.__get__: _grad_get,
     _Tensor.grad.__set__: _grad_set,
@@ -1091,11 +1092,9 @@ _SPECIAL = {
     _Tensor.__format__: _copied,
     _Tensor.untyped_storage: _storage,
     _Tensor.storage: _storage,
-    **dict.fromkeys(_forms("resize_", "resize_as_", "share_memory_"), _refuse),
-    **dict.fromkeys(_forms("set_") - {_Tensor.set_}, _set_by_operator),
-    **dict.fromkeys(
-        _forms("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"), _layout
-    ),
+    **dict.fromkeys(_functions(*_RESIZES) | _operators(*_RESIZES), _refuse),
+    **dict.fromkeys(_functions(*_LAYS_OUT) | _operators(*_LAYS_OUT), _layout),
+    **dict.fromkeys(_operators("set_"), _set_by_operator),
     torch.zeros_like: _like,
     torch.empty_like: _like,
     torch.full_like: _like,
@@ -1139,12 +1138,6 @@ def _dispatch(func, args, kwargs):
         out = func(*args, **kwargs)
         return mark_views(out, args[:1]) if type(out) is _Tensor else out
     return _run(func, args, kwargs)
-
-
-def _functions(*names):
-    """The functions and methods of torch of these names."""
-    owners = _Tensor, torch, torch.nn.functional
-    return {getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)}
 
 
 # Functions that write no argument, return one tensor that is no view of one, and take tensors as arguments only, not in
