@@ -247,6 +247,29 @@ static void test_borrow_beside_another_thread_is_whole(void) {
   world_close(&w);
 }
 
+/* The part in the last chunk cannot be loaded for want of room on the host: nothing is borrowed, and it can be tried
+ * again. */
+static void test_a_borrow_whose_load_fails_borrows_nothing(void) {
+  int fd = file_of(2 * CHUNK);
+  world_t w = world_open(world_config(4, 4, 0));
+  gemini_arena_t arena = world_arena(&w, GEMINI_KIND_PARAM, 1, "weights", 0, 0);
+  gemini_tensor_t t = world_tensor(&w, arena, "t", CHUNK + 1000), next = world_tensor(&w, arena, "next", 1000);
+  gemini_tensor_t other = world_tensor(&w, world_arena(&w, GEMINI_KIND_OTHER, 1, "other", 0, 0), "other", 4 * CHUNK);
+  world_fill(&w, t, 0, CHUNK + 1000, DEVICE, 1);
+  world_fill(&w, next, 0, 1000, DEVICE, 2);
+  gemini_access_t all = world_whole(t, 0, 0), holds = world_whole(other, GEMINI_WRITE, HOST);
+  OK(gemini_acquire(w.mgr, &holds, 1, GEMINI_STREAM_CALLER));
+  CHECK_STATUS(gemini_borrow(w.mgr, &all, fd, 0), GEMINI_ERR_OOM_HOST);
+  CHECK(!strcmp(world_error().operation, "gemini_borrow"));
+  OK(gemini_release(w.mgr, &holds, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_zero(w.mgr, &holds)); /* takes no slots any more */
+  CHECK(world_holds(&w, t, 0, CHUNK + 1000, 1));
+  OK(gemini_borrow(w.mgr, &all, fd, 0));
+  CHECK(reads_file(&w, t, 0, CHUNK + 1000, 0, HOST) && world_holds(&w, next, 0, 1000, 2));
+  close(fd);
+  world_close(&w);
+}
+
 /* Nor does a tensor in the range, of other name than the range's, keep a gradient that the file does not have. */
 static void test_borrow_knows_gradients_of_tied_tensors(void) {
   int fd = file_of(2 * CHUNK);
@@ -462,6 +485,7 @@ int main(void) {
   RUN(test_a_file_that_nothing_is_borrowed_from_may_change);
   RUN(test_borrow_refusals_change_nothing);
   RUN(test_borrow_beside_another_thread_is_whole);
+  RUN(test_a_borrow_whose_load_fails_borrows_nothing);
   RUN(test_borrow_knows_gradients_of_tied_tensors);
   RUN(test_borrowed_bytes_are_not_in_the_file_tier);
   RUN(test_borrowed_copies_on_the_host_make_room);
