@@ -459,3 +459,19 @@ def test_bytes_to_be_written_keep_their_tensor():
     data = tensorfile._bytes_of(values.contiguous())
     others = [torch.zeros(1 << 16, dtype=torch.int64) for _ in range(3)]  # get its memory if it is free
     assert bytes(data) == values.contiguous().numpy().tobytes() and not any(one.any() for one in others)
+
+
+def test_new_split_masters_are_not_compared_with_the_parameters(session, monkeypatch):
+    """They are zeros, as masters are the parameters; to compare them would read every parameter on the host."""
+    renewed = []
+    monkeypatch.setattr(narrow, "renew", lambda *places: renewed.append(places))
+    with session("1MiB"):
+        model = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        nn.init.normal_(model.weight)  # when it is managed already
+    values = [param.detach().float().clone() for param in model.parameters()]
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0), masters="split16")
+    (model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float() ** 2).mean().backward()
+    optimizer.step()
+    assert not renewed
+    for param, value in zip(model.parameters(), values):
+        assert torch.equal(narrow.seen(param._gm_record, "master").read().view_as(value), value)

@@ -99,6 +99,8 @@ class AdamwRule:
         record.states["master"] = self.session.arenas.counterpart(record.place, "master", narrow.HALF)
         if values is not None:
             narrow.seen(record, "master").write(values)
+        else:
+            record.renew_master(whole=True)
 
     def let_go(self, record):
         if self.speculation:
