@@ -30,6 +30,7 @@ from conftest import (
     values,
 )
 from libgemini.manager import parse_bytes
+from libgemini.torch import arenas
 from libgemini.torch.optim import Optimizer
 from libgemini.torch.tensors import ManagedTensor
 
@@ -1768,3 +1769,32 @@ def test_a_process_that_an_exception_ends_with_its_session_open_says_no_more_tha
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Exception ignored" not in done.stderr
     assert "mat1 and mat2" in done.stderr.splitlines()[-1]
+
+
+# ---- fp32 copies, when they are made
+@pytest.mark.parametrize("fails", (False, True))
+def test_fp32_copies_are_made_on_the_device_and_leave_it(session, monkeypatch, fails):
+    """Where the device has no room for a piece, they are made on the host."""
+    session("64MiB")
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(4))).to(torch.bfloat16)  # of 4.5 MiB each
+    want = [param.detach().float() for param in model.parameters()]
+    on_device, on_host, acquired = [], [], gm.session().holds.acquired
+
+    def counted(accesses, count, stream):
+        if count == 2:
+            on_device.append(stream)
+            if fails and len(on_device) % 3 == 0:
+                raise gm.GeminiError("there is no room", "OOM_DEVICE")
+        return acquired(accesses, count, stream)
+
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 4 << 20)  # several for each copy
+    monkeypatch.setattr(gm.session().holds, "acquired", counted)
+    write = arenas.Place.write
+    monkeypatch.setattr(arenas.Place, "write", lambda place, value: on_host.append(write(place, value)))
+    model, _ = gm.prepare(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.undo()
+    assert gm.stats()["used_bytes"]["device"] < 24 << 20  # of 18 MiB of parameters and 36 of copies
+    assert len(on_device) >= 8 and bool(len(on_host) > len(want)) == fails
+    for param, value in zip(model.parameters(), want):
+        assert torch.equal(param._gm_record.states["master"].read(), value)

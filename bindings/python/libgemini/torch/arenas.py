@@ -42,6 +42,7 @@ KINDS = {
 }
 DTYPES = {torch.float32: abi.DTYPE_F32, torch.bfloat16: abi.DTYPE_BF16, torch.float16: abi.DTYPE_F16}
 PIECE_BYTES = 32 << 20  # acquired at once while a whole tensor is read or written
+MOVED_BYTES = 4 << 20  # a state from here on leaves the device when it is made; smaller ones go with their neighbours
 ALIGNMENT = 256  # elements, of gemini_arena_take()
 
 
@@ -257,6 +258,33 @@ class Place:
         pieces = self.device_pieces if self.session.cuda and flat.is_cuda else self.host_pieces
         for first, piece in pieces(abi.WRITE):
             piece.copy_(flat[first : first + piece.numel()])
+
+    def copy_from(self, other: Place) -> None:
+        """Copies the values of a place of as many elements, of any dtype, which may be on the device alone.
+
+        They are converted on the device and go to the host from there: for a model of billions of elements the
+        processor would take many seconds.
+        """
+        ours, theirs = (place.tensor.as_strided((place.elements,), (1,)) for place in (self, other))
+        step, holds = PIECE_BYTES // max(self.dtype.itemsize, other.dtype.itemsize), self.session.holds
+        self.session.refuse_closed(self.name)
+        try:
+            for first in range(0, self.elements, step):
+                count = min(step, self.elements - first)
+                pair = (abi.Access * 2)(
+                    other.access(abi.READ, abi.TIER_DEVICE, first * other.dtype.itemsize, count * other.dtype.itemsize),
+                    self.access(abi.WRITE, abi.TIER_DEVICE, first * self.dtype.itemsize, count * self.dtype.itemsize),
+                )
+                with holds.acquired(pair, 2, holds.stream()):
+                    ours[first : first + count].copy_(theirs[first : first + count])
+        except GeminiError as error:
+            if error.status != "OOM_DEVICE":
+                raise
+            self.write(other.read())  # what is in use leaves no room there
+            return
+        if self.size_bytes >= MOVED_BYTES:
+            with contextlib.suppress(GeminiError):  # where there is no room they stay, and leave when others need it
+                self.session.lib.move(self.session.handle, ctypes.byref(self.access(0, abi.TIER_HOST)), 1)
 
     def zero(self) -> None:
         """Makes all elements zero."""

@@ -236,7 +236,7 @@ class Record:
                 if new is not None:
                     piece.copy_(new)
         elif whole:
-            master.write(place.read())
+            master.copy_from(place)
         else:
             narrow.renew(place, master)
 
