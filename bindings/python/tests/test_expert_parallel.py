@@ -143,6 +143,7 @@ def test_checkpoints_know_no_number_of_parts(tmp_path):
         assert gm.load(first, made, optimizer) == {"step": 4}
         same_bits(rank_programs.state(made, optimizer), saved["state"])
         gm.save(second, made, optimizer, extra={"step": 4})
+    gm.close(force=True)
     reversed_rows = {"rows": [[1, 0], [3, 2]]}
     for ranks, parts, folder, more in (
         (2, 2, first, {}),
