@@ -25,6 +25,7 @@
 #include "chunk/group_files.h"
 #include "chunk/hook.h"
 #include "chunk/host.h"
+#include "chunk/host_ahead.h"
 #include "chunk/nonmodel.h"
 #include "chunk/residency.h"
 #include "chunk/update.h"
@@ -370,6 +371,7 @@ static gemini_status_t budget_set(gmi_manager_t *m, uint32_t tier, uint64_t byte
     if (!bytes) status = gmi_fail(GEMINI_ERR_INVALID, 0, "the host budget cannot be 0");
     else status = gmi_host_resize(m, bytes);
     if (!status) m->config.host_bytes = bytes;
+    if (!status) gmi_ahead_drop(m); /* it was for the old budget */
     gmi_updates_room(m);
   } else {
     status = gmi_files_resize(m, bytes);

@@ -149,6 +149,15 @@ static uint32_t home_of(gmi_manager_t *m, const gmi_chunk_t *c) {
   return m->host.slot_count ? (uint32_t)(((uint64_t)a->home + c->index) % m->host.slot_count) : GMI_NONE;
 }
 
+void gmi_host_homes_assign(gmi_manager_t *m, gmi_arena_t *store) {
+  if (atomic_load(&store->chunk_count) > store->home_count) home_extend(m, store);
+}
+void gmi_host_home_range(const gmi_manager_t *m, const gmi_arena_t *store, uint64_t *begin_out, uint64_t *end_out) {
+  const uint32_t count = atomic_load(&store->chunk_count);
+  *begin_out = (uint64_t)store->home * gmi_slot_bytes(m);
+  *end_out = *begin_out + (count < store->home_count ? count : store->home_count) * gmi_slot_bytes(m);
+}
+
 /* Finds count adjacent free slots, searching from hint to the end and then from the start; returns the first of them,
  * or GMI_NONE. Skips 64 slots at a time where a word of the map is 0. */
 static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) {

@@ -11,6 +11,7 @@
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
+#include "chunk/host_ahead.h"
 #include "core/manager.h"
 #include "core/streams.h"
 #include "host/host_heap.h"
@@ -113,7 +114,7 @@ gemini_status_t gmi_host_open(gmi_manager_t *m) {
   m->host.part_count = (gmi_reserve_size(m->host.reserve) + m->host.part_bytes - 1) / m->host.part_bytes;
   m->host.committed = gmi_space(m->host.part_count * sizeof *m->host.committed);
   if (!m->host.committed) return gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for the host tier's records");
-  return GEMINI_OK;
+  return gmi_ahead_open(m);
 }
 
 void gmi_host_heap_end(gmi_manager_t *m) {
@@ -122,6 +123,7 @@ void gmi_host_heap_end(gmi_manager_t *m) {
 }
 
 void gmi_host_close(gmi_manager_t *m) {
+  gmi_ahead_close(m);
   for (uint64_t part = 0; m->host.committed && part < m->host.part_count; part++)
     if (m->host.committed[part])
       m->device.ops->memory.host_unlock(m->device.self, m->host.base + part * m->host.part_bytes,
@@ -215,7 +217,9 @@ gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size)
     uint64_t base = part * m->host.part_bytes, has = m->host.committed[part];
     if (base + has >= begin + size || has == m->host.part_bytes) continue;
     uint64_t want = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
+    gmi_ahead_take(m, part);
     gemini_status_t status = gmi_host_part_set(m, part, want);
+    gmi_ahead_taken(m, part, !status);
     if (status) return status;
   }
   return GEMINI_OK;

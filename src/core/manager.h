@@ -113,6 +113,7 @@ typedef struct gmi_slot {
 enum { GMI_UPDATED = 1024 };
 typedef struct gmi_host {
   struct gmi_reserve *reserve;
+  struct gmi_ahead *ahead; /* parts that are prepared ahead of their use */
   uint8_t *base;
   _Atomic uint64_t used; /* Atomic: bytes of slots */
   uint64_t grain_bytes, part_bytes, part_count;

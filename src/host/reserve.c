@@ -29,6 +29,7 @@
 
 #include "base/status.h"
 #include "base/thread.h"
+#include "host/limits.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -45,6 +46,7 @@ enum { THREADS_LIMIT = 64, AGAIN_PAUSE_NS = 1000000 };
 #define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
 #define SHARE_BYTES (UINT64_C(64) << 20) /* for each thread at least: more threads cost more than they save */
+#define SPARE_BYTES (UINT64_C(256) << 20) /* that the system must have left beside memory that is not needed yet */
 
 /* COMING marks the grains that the current commit adds, so that a failure undoes those and no others. It exists only
  * while the lock is held. */
@@ -223,12 +225,18 @@ typedef struct {
   uint8_t *begin, *end;
   uint64_t page_bytes;
   const cpu_set_t *cpus; /* where the other threads run; NULL: anywhere */
+  bool stores;           /* touch by stores */
   _Atomic uint64_t next; /* Atomic: offset of the first slice that no thread has taken. Relaxed: it only divides work */
   _Atomic int error;     /* Atomic: errno of a failure, or 0. Relaxed: a hint to stop; returned after the joins */
 } touch_t;
 
-/* Makes the pages of a slice exist. MADV_POPULATE_WRITE reports a lack of memory as an error; touching by hand, which
- * older kernels need, cannot. EAGAIN is tried again for AGAIN_NS. Returns 0 or an errno. */
+/* Makes the pages of a slice exist. An atomic OR with 0 is a write that cannot change or lose a byte. */
+static void slice_store(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
+  for (uint64_t at = 0; at < bytes; at += page_bytes) __atomic_fetch_or(begin + at, 0, __ATOMIC_RELAXED);
+}
+
+/* The same by MADV_POPULATE_WRITE, which reports a lack of memory as an error; stores, which older kernels need,
+ * cannot. EAGAIN is tried again for AGAIN_NS. Returns 0 or an errno. */
 static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
   uint64_t deadline_ns = 0;
   while (madvise(begin, bytes, MADV_POPULATE_WRITE)) {
@@ -240,8 +248,7 @@ static int slice_touch(uint8_t *begin, uint64_t bytes, uint64_t page_bytes) {
       continue;
     }
     if (errno != EINVAL) return errno;
-    /* EINVAL: the kernel is older than 5.14. An atomic OR with 0 is a write that cannot change or lose a byte. */
-    for (uint64_t at = 0; at < bytes; at += page_bytes) __atomic_fetch_or(begin + at, 0, __ATOMIC_RELAXED);
+    slice_store(begin, bytes, page_bytes); /* EINVAL: the kernel is older than 5.14 */
     break;
   }
   return 0;
@@ -253,7 +260,10 @@ static void *touch_main(void *user) {
   while (!atomic_load_explicit(&t->error, memory_order_relaxed)) {
     uint64_t at = atomic_fetch_add_explicit(&t->next, SLICE_BYTES, memory_order_relaxed);
     if (at >= total) break;
-    int error = slice_touch(t->begin + at, total - at < SLICE_BYTES ? total - at : SLICE_BYTES, t->page_bytes);
+    const uint64_t bytes = total - at < SLICE_BYTES ? total - at : SLICE_BYTES;
+    int error = 0;
+    if (t->stores) slice_store(t->begin + at, bytes, t->page_bytes);
+    else error = slice_touch(t->begin + at, bytes, t->page_bytes);
     if (error) atomic_store_explicit(&t->error, error, memory_order_relaxed);
   }
   return NULL;
@@ -268,8 +278,8 @@ static void *touch_thread(void *user) {
 /* Touches a part with as many threads as there are shares and cores. The calling thread works, too, so a thread that
  * cannot be started only makes it slower. The start of a thread and each page that is touched take the same lock of the
  * process: with 16 threads, parts of 256 MiB come at half the rate of 4 threads. Returns 0 or an errno. */
-static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes) {
-  touch_t t = { begin, begin + bytes, r->page_bytes, r->cpus_known ? &r->cpus : NULL, 0, 0 };
+static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes, bool stores) {
+  touch_t t = { begin, begin + bytes, r->page_bytes, r->cpus_known ? &r->cpus : NULL, stores, 0, 0 };
   pthread_t threads[THREADS_LIMIT];
   const uint64_t shares = (bytes + SHARE_BYTES - 1) / SHARE_BYTES;
   uint32_t started = 0, wanted = (shares < r->threads ? (uint32_t)shares : r->threads) - 1;
@@ -322,7 +332,7 @@ static uint64_t run_bytes(const gmi_reserve_t *r, uint64_t first, uint64_t count
 /* First loop: mark the empty grains COMING and make their pages exist, run by run, up to the first failure. Second
  * loop: turn COMING into COMMITTED, or, after a failure, give the pages back and turn it into EMPTY. Sections that were
  * made accessible stay so. */
-gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+static gemini_status_t part_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size, bool stores) {
   gemini_status_t status = part_check(r, offset, size);
   if (status) return status;
   uint64_t last = (offset + size + r->grain_bytes - 1) / r->grain_bytes, count;
@@ -331,7 +341,7 @@ gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t s
   for (uint64_t at = offset / r->grain_bytes; !error && run_find(r, &at, last, GRAIN_EMPTY, &count); at += count) {
     memset(r->grains + at, GRAIN_COMING, count);
     error = range_open(r, at * r->grain_bytes, run_bytes(r, at, count));
-    if (!error) error = range_touch(r, r->base + at * r->grain_bytes, run_bytes(r, at, count));
+    if (!error) error = range_touch(r, r->base + at * r->grain_bytes, run_bytes(r, at, count), stores);
   }
   for (uint64_t at = offset / r->grain_bytes; run_find(r, &at, last, GRAIN_COMING, &count); at += count) {
     uint64_t bytes = run_bytes(r, at, count);
@@ -347,6 +357,17 @@ gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t s
                     " of %" PRIu64 ": %s",
                     size, committed, r->size_bytes, strerror(error));
   return GEMINI_OK;
+}
+
+gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+  return part_commit(r, offset, size, false);
+}
+
+gemini_status_t gmi_reserve_commit_early(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
+  gmi_limits_t limits;
+  gemini_status_t status = gmi_limits_read("", &limits);
+  if (!status) status = gmi_limits_check(&limits, "what is committed early", size + SPARE_BYTES, false);
+  return status ? status : part_commit(r, offset, size, true);
 }
 
 gemini_status_t gmi_reserve_decommit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {

@@ -412,17 +412,21 @@ static void test_reserve_commit_makes_exactly_the_pages_of_the_part(void) {
 }
 
 static void test_reserve_keeps_committed_bytes_and_zeroes_new_ones(void) {
-  for (uint32_t flags = 0; flags <= GMI_RESERVE_SMALL_PAGES; flags++) {
-    gmi_reserve_t *r = reserve_new(16 * MIB, flags, 2, NULL);
+  gemini_status_t (*const commits[])(gmi_reserve_t *, uint64_t, uint64_t) = { gmi_reserve_commit,
+                                                                              gmi_reserve_commit_early };
+  for (int i = 0; i < 4; i++) {
+    gemini_status_t (*const commit)(gmi_reserve_t *, uint64_t, uint64_t) = commits[i / 2];
+    gmi_reserve_t *r = reserve_new(16 * MIB, i & 1 ? GMI_RESERVE_SMALL_PAGES : 0, 2, NULL);
     uint8_t *base = gmi_reserve_base(r);
     uint64_t part = 4 * MIB;
-    CHECK_EQ(gmi_reserve_commit(r, part, part), GEMINI_OK);
+    CHECK_EQ(commit(r, part, part), GEMINI_OK);
+    CHECK_EQ(figures_of(r).resident_bytes, part);
     CHECK(all_are(base + part, part, 0));
     memset(base + part, 0xa5, part);
-    CHECK_EQ(gmi_reserve_commit(r, 0, 4 * part), GEMINI_OK);
+    CHECK_EQ(commit(r, 0, 4 * part), GEMINI_OK);
     CHECK(all_are(base, part, 0) && all_are(base + part, part, 0xa5) && all_are(base + 2 * part, 2 * part, 0));
     CHECK_EQ(gmi_reserve_decommit(r, 0, 2 * part), GEMINI_OK);
-    CHECK_EQ(gmi_reserve_commit(r, 0, 2 * part), GEMINI_OK);
+    CHECK_EQ(commit(r, 0, 2 * part), GEMINI_OK);
     CHECK(all_are(base, 2 * part, 0));
     gmi_reserve_close(r);
   }
@@ -608,6 +612,23 @@ static void test_reserve_that_the_system_refuses_is_an_error(void) {
   int end = 0;
   CHECK_EQ(waitpid(child, &end, 0), child);
   CHECK_EQ(end, 0);
+}
+
+static void test_reserve_commits_early_only_what_is_plenty(void) {
+  if (check_is_slow()) return;
+  gmi_reserve_t *r = reserve_new(16 * MIB, 0, 1, NULL);
+  struct rlimit was, limit;
+  CHECK_EQ(getrlimit(RLIMIT_DATA, &was), 0);
+  limit = (struct rlimit){ was.rlim_max == RLIM_INFINITY ? 1024 * GIB : was.rlim_max, was.rlim_max };
+  CHECK_EQ(setrlimit(RLIMIT_DATA, &limit), 0);
+  for (uint64_t i = 0; i < 2; i++) {
+    limit.rlim_cur = limits_of("").process.used_bytes + (i ? 276 : 260) * MIB; /* 256 and 16 are needed */
+    CHECK_EQ(setrlimit(RLIMIT_DATA, &limit), 0);
+    CHECK_EQ(gmi_reserve_commit_early(r, 0, 16 * MIB), i ? GEMINI_OK : GEMINI_ERR_OOM_HOST);
+    CHECK_EQ(figures_of(r).committed_bytes, i * 16 * MIB);
+  }
+  CHECK_EQ(setrlimit(RLIMIT_DATA, &was), 0);
+  gmi_reserve_close(r);
 }
 
 static void test_reserve_decommit_of_locked_memory_changes_nothing(void) {
@@ -1337,6 +1358,7 @@ int main(void) {
   RUN(test_reserve_is_bound_or_says_why_not);
   RUN(test_reserve_is_not_passed_on_to_children);
   RUN(test_reserve_that_the_system_refuses_is_an_error);
+  RUN(test_reserve_commits_early_only_what_is_plenty);
   RUN(test_reserve_decommit_of_locked_memory_changes_nothing);
   RUN(test_blocks_of_many_threads_never_overlap_and_all_come_back);
   RUN(test_blocks_beyond_the_range_are_refused_with_both_numbers);

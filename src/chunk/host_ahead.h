@@ -1,0 +1,29 @@
+/* Host memory that is committed ahead of its use, by a thread of its own.
+ *
+ * To commit memory takes the system 13 ms for 256 MiB, and several times that where a virtual machine has not used it
+ * before; and a program's first iteration needs most of its budget. So while parts come into use one behind the other,
+ * upwards or downwards, the thread commits those that follow, if they are homes of chunks: as many as have come into
+ * use in a row, at most GMI_AHEAD_MOST. And when any part comes into use it commits the homes of states, as many bytes
+ * as the tensors have beyond the device's budget: the first update needs these all at once.
+ *
+ * The caller holds the manager's lock, unless a comment says otherwise. The thread never takes it.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef GMI_HOST_AHEAD_H
+#define GMI_HOST_AHEAD_H
+
+#include "core/manager.h"
+
+enum { GMI_AHEAD_MOST = 16 }; /* parts */
+
+gemini_status_t gmi_ahead_open(gmi_manager_t *m); /* in gmi_host_open(). OOM_SYSTEM: no memory for records */
+void gmi_ahead_close(gmi_manager_t *m);           /* in gmi_host_close(): ends the thread; the reserve has the memory */
+/* Encloses the call that commits a part, or more of it. The first blocks while the thread is at work on the part, of
+ * which all or nothing is committed then; in_use: it has come into use. */
+void gmi_ahead_take(gmi_manager_t *m, uint64_t part);
+void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use);
+/* Gives all memory back that is committed and not taken. Blocks while the thread is at work. */
+void gmi_ahead_drop(gmi_manager_t *m);
+/* Blocks until nothing is left to commit; returns the bytes that are committed and not taken. For tests. */
+uint64_t gmi_ahead_idle(gmi_manager_t *m);
+
+#endif

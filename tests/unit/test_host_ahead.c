@@ -1,0 +1,323 @@
+/* Host memory that is committed ahead of its use: which parts, what they contain, what becomes of them when the budget
+ * changes, when memory or its lock is refused, and at the end. SPDX-License-Identifier: Apache-2.0 */
+#include "chunk/cut.h"
+#include "chunk/host.h"
+#include "chunk/host_ahead.h"
+#include "core/manager.h"
+#include "host/reserve.h"
+
+#include <sys/resource.h>
+
+#include "../seed.h"
+#include "tiers_world.h"
+
+#define MIB (UINT64_C(1) << 20)
+#define PART MIB /* with this budget, in small pages */
+#define BUDGET (64 * PART)
+#define SECTION 64 /* parts that the reserve makes accessible at once */
+
+/* The simulated device, which counts what it locks, and refuses to when told to. */
+static atomic_llong locked_bytes;
+static atomic_int locks_left; /* so many more succeed; negative: all */
+static gemini_status_t counted_lock(void *self, void *base, uint64_t size_bytes) {
+  if (locks_left >= 0 && atomic_fetch_sub(&locks_left, 1) <= 0) {
+    atomic_store(&locks_left, 0);
+    return GEMINI_ERR_OOM_SYSTEM;
+  }
+  atomic_fetch_add(&locked_bytes, (long long)size_bytes);
+  return gmi_device_sim.memory.host_lock(self, base, size_bytes);
+}
+static gemini_status_t counted_unlock(void *self, void *base, uint64_t size_bytes) {
+  atomic_fetch_sub(&locked_bytes, (long long)size_bytes);
+  return gmi_device_sim.memory.host_unlock(self, base, size_bytes);
+}
+static gmi_device_ops_t counting;
+
+static gemini_manager_t open_with(uint64_t device_bytes, uint64_t host_bytes, gmi_manager_t **m_out) {
+  gemini_config_t c = GEMINI_CONFIG_INIT;
+  gemini_manager_t mgr;
+  c.device_bytes = device_bytes, c.host_bytes = host_bytes, c.chunk_bytes = 65536;
+  CHECK_OK(gemini_manager_open(&c, &mgr));
+  *m_out = gmi_manager_get(mgr);
+  counting = gmi_device_sim;
+  counting.memory.host_lock = counted_lock;
+  counting.memory.host_unlock = counted_unlock;
+  (*m_out)->device.ops = &counting;
+  CHECK_EQ((*m_out)->host.part_bytes, PART);
+  locked_bytes = 0;
+  locks_left = -1;
+  return mgr;
+}
+/* An arena of parameters and two of states, of 8 MiB each. */
+static void arenas_make(gemini_manager_t mgr, gemini_arena_t arenas[3]) {
+  static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_MASTER, GEMINI_KIND_MOMENTUM };
+  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
+  uint64_t offset;
+  for (int i = 0; i < 3; i++) {
+    config.kind = kinds[i], config.name = i == 0 ? "p" : i == 1 ? "a" : "b", config.element_bytes = 4;
+    CHECK_OK(gemini_arena_create(mgr, &config, &arenas[i]));
+    CHECK_OK(gemini_arena_take(mgr, arenas[i], 8 * MIB, &offset));
+  }
+}
+static void touch_on_host(gemini_manager_t mgr, gemini_arena_t arena, uint64_t offset) {
+  gemini_access_t a = world_part(arena, offset, 65536, GEMINI_WRITE, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
+}
+/* The same with an arena whose chunks have all of the budget as their homes. */
+static gemini_manager_t open_full(uint64_t host_bytes, uint64_t home_bytes, gmi_manager_t **m_out) {
+  gemini_manager_t mgr = open_with(4 * MIB, host_bytes, m_out);
+  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t arena;
+  uint64_t offset;
+  config.name = "all", config.kind = GEMINI_KIND_OTHER;
+  CHECK_OK(gemini_arena_create(mgr, &config, &arena));
+  CHECK_OK(gemini_arena_take(mgr, arena, home_bytes, &offset));
+  gmi_lock(*m_out, "test");
+  CHECK_OK(gmi_cut(*m_out));
+  gmi_arena_t *store = gmi_arena_at(*m_out, 0);
+  gmi_host_homes_assign(*m_out, store);
+  uint64_t begin, end;
+  gmi_host_home_range(*m_out, store, &begin, &end);
+  CHECK_EQ(begin, 0);
+  CHECK_EQ(end, home_bytes);
+  gmi_unlock(*m_out);
+  return mgr;
+}
+static gemini_status_t use(gmi_manager_t *m, uint64_t part) {
+  gmi_lock(m, "test");
+  gemini_status_t status = gmi_host_commit(m, part * PART + 5, 1);
+  if (!status) CHECK_EQ(m->host.committed[part], PART);
+  gmi_unlock(m);
+  return status;
+}
+static uint64_t ahead(gmi_manager_t *m) {
+  gmi_lock(m, "test");
+  uint64_t bytes = gmi_ahead_idle(m);
+  gmi_unlock(m);
+  return bytes / PART;
+}
+static uint64_t in_use(const gmi_manager_t *m) {
+  uint64_t count = 0;
+  for (uint64_t i = 0; i < m->host.part_count; i++) count += m->host.committed[i] / PART;
+  return count;
+}
+/* What the system has given is what is in use and what is ahead; what is in use is locked. */
+static void check_memory(gmi_manager_t *m) {
+  gmi_reserve_figures_t figures;
+  const uint64_t parts = ahead(m) + in_use(m);
+  CHECK_OK(gmi_reserve_figures(m->host.reserve, &figures));
+  CHECK_EQ(figures.committed_bytes, parts * PART);
+  CHECK_EQ((uint64_t)locked_bytes, in_use(m) * PART);
+}
+
+static void test_as_many_parts_are_ahead_as_were_used_in_a_row(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  const struct {
+    uint64_t part, ahead; /* after its use */
+  } steps[] = {
+    { 10, 0 },                                    /* who knows where it goes */
+    { 11, 2 },                                    /* 12 and 13 */
+    { 12, 3 },                                    /* 13 to 15 */
+    { 12, 3 },                                    /* it has its memory */
+    { 30, 3 },  { 29, 5 },                        /* downwards: 28 and 27 */
+    { 28, 6 },                                    /* 27 to 25 */
+    { 9, 10 },                                    /* below 10 to 12: 8 to 5 */
+    { 60, 10 }, { 61, 12 },                       /* 62 and 63, the last ones */
+    { 62, 11 }, { 63, 10 }, { 0, 10 }, { 1, 12 }, /* 2 and 3 */
+    { 3, 11 },  { 2, 10 },                        /* 3 follows 2 already */
+  };
+  for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+    CHECK_OK(use(m, steps[i].part));
+    if (ahead(m) != steps[i].ahead) printf("step %zu\n", i);
+    CHECK_EQ(ahead(m), steps[i].ahead);
+    check_memory(m);
+  }
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+/* A part that is taken reads as zeros, and its slots are known to. */
+static void test_what_is_ahead_is_blank(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  void *block; /* the records of slots are made */
+  CHECK_OK(gemini_host_alloc(mgr, 4096, 64, &block));
+  for (uint64_t part = 0; part < 20; part++) {
+    if (part >= 2) CHECK(ahead(m) > 0);
+    CHECK_OK(use(m, part));
+    for (uint64_t s = part * PART / 65536; s < (part + 1) * PART / 65536; s++) CHECK(m->host.slots[s].blank);
+    uint8_t *at = m->host.base + part * PART;
+    for (uint64_t i = 0; i < PART; i++)
+      if (at[i]) CHECK_EQ(at[i], 0);
+    memset(at, 7, PART);
+  }
+  CHECK_EQ(ahead(m), GMI_AHEAD_MOST); /* not 20 */
+  CHECK_OK(gemini_host_free(mgr, block));
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+static void test_homes_of_states_are_ahead_as_far_as_the_device_lacks_room(void) {
+  for (int placement = GEMINI_PLACEMENT_AUTO; placement <= GEMINI_PLACEMENT_CPU; placement++) {
+    for (uint64_t device = 4; device <= 64; device *= 4) {
+      gmi_manager_t *m;
+      gemini_manager_t mgr = open_with(device * MIB, BUDGET, &m);
+      m->config.placement = (uint32_t)placement;
+      gemini_arena_t arenas[3];
+      arenas_make(mgr, arenas);
+      CHECK_EQ(ahead(m), 0); /* nobody uses the host yet */
+      touch_on_host(mgr, arenas[0], 0);
+      /* Of 24 MiB, 16 of which are states, 20 have no room on a device of 4 MiB; homes begin within parts. */
+      const uint64_t lacks = placement == GEMINI_PLACEMENT_CPU ? 24 : device < 24 ? 24 - device : 0;
+      const uint64_t want = placement == GEMINI_PLACEMENT_CUDA ? 0 : lacks < 16 ? lacks : 16, got = ahead(m);
+      CHECK(got >= want && got <= (want ? want + 2 : 0));
+      for (int i = 1; i < 3; i++)
+        for (uint64_t at = 0; want && at < 8 * MIB; at += PART) touch_on_host(mgr, arenas[i], at);
+      if (want) CHECK(ahead(m) <= 2 + GMI_AHEAD_MOST);
+      check_memory(m);
+      CHECK_OK(gemini_manager_close(mgr));
+      CHECK_EQ(locked_bytes, 0);
+    }
+  }
+}
+
+/* What is needed now comes before what may be needed soon. */
+static void test_what_is_needed_now_comes_next(void) {
+  int before = 0;
+  for (int round = 0; round < 10; round++) {
+    gmi_manager_t *m;
+    gemini_manager_t mgr = open_with(4 * MIB, BUDGET, &m);
+    gemini_arena_t arenas[3];
+    gmi_reserve_figures_t figures;
+    arenas_make(mgr, arenas);
+    touch_on_host(mgr, arenas[0], 0); /* 16 parts of states are queued */
+    CHECK_OK(use(m, 60));
+    CHECK_OK(gmi_reserve_figures(m->host.reserve, &figures));
+    before += figures.committed_bytes < 18 * PART;
+    check_memory(m);
+    CHECK_OK(gemini_manager_close(mgr));
+    CHECK_EQ(locked_bytes, 0);
+  }
+  CHECK(before);
+}
+
+/* Behind the homes of an arena there is nothing that is likely to be used. */
+static void test_only_homes_are_ahead(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, 12 * PART - 65536, &m);
+  for (uint64_t part = 4; part < 8; part++) CHECK_OK(use(m, part));
+  CHECK_EQ(ahead(m), 4); /* to 11 */
+  for (uint64_t part = 8; part < 20; part++) {
+    CHECK_OK(use(m, part));
+    CHECK_EQ(ahead(m), part < 12 ? 11 - part : 0);
+  }
+  check_memory(m);
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+static void test_nothing_is_ahead_of_another_budget(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  void *block; /* the records of slots are made */
+  CHECK_OK(gemini_host_alloc(mgr, 4096, 64, &block));
+  CHECK_OK(gemini_host_free(mgr, block));
+  for (int round = 0; round < 20; round++) {
+    for (uint64_t part = 0; part < 6; part++) CHECK_OK(use(m, part));
+    if (round & 1) CHECK_EQ(ahead(m), 6); /* else the budget changes while the thread is at work */
+    CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, 2 * PART));
+    CHECK_EQ(ahead(m), 0);
+    CHECK_EQ(in_use(m), 2);
+    check_memory(m);
+    CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, BUDGET));
+    check_memory(m);
+  }
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+static void test_a_lock_that_is_refused_is_tried_again(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  CHECK_OK(use(m, 0));
+  CHECK_OK(use(m, 1));
+  CHECK_EQ(ahead(m), 2);
+  locks_left = 0;
+  for (uint64_t part = 2; part <= 40; part += 38) { /* one that is ahead, one that is not */
+    CHECK_EQ(use(m, part), GEMINI_ERR_OOM_SYSTEM);
+    CHECK_EQ(m->host.committed[part], 0);
+    CHECK_EQ(ahead(m), 1);
+    check_memory(m);
+  }
+  locks_left = -1;
+  CHECK_OK(use(m, 2));
+  CHECK_EQ(ahead(m), 3);
+  check_memory(m);
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+/* Memory that the system refuses ahead of time is nobody's error; who needs it asks for it himself. */
+static void test_memory_that_is_refused_is_not_asked_for_ahead_again(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(3 * SECTION * PART, 3 * SECTION * PART, &m);
+  struct rlimit was, none = { .rlim_cur = 4096 }; /* 0 is none */
+  CHECK_OK(use(m, 10));
+  CHECK_OK(use(m, 11)); /* starts the thread */
+  CHECK_OK(use(m, SECTION - 2));
+  CHECK_EQ(ahead(m), 2);
+  CHECK_EQ(getrlimit(RLIMIT_DATA, &was), 0);
+  none.rlim_max = was.rlim_max;
+  CHECK_EQ(setrlimit(RLIMIT_DATA, &none), 0);
+  const gemini_status_t status = use(m, SECTION - 1); /* the next two are in the next section */
+  const uint64_t got = ahead(m);
+  CHECK_EQ(setrlimit(RLIMIT_DATA, &was), 0);
+  CHECK_OK(status);
+  CHECK_EQ(got, 2);
+  check_memory(m);
+  CHECK_OK(use(m, SECTION));
+  CHECK_OK(use(m, SECTION + 1));
+  CHECK_EQ(ahead(m), 2);
+  check_memory(m);
+  CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, 3 * SECTION * PART));
+  CHECK_OK(use(m, SECTION + 2));
+  CHECK_EQ(ahead(m), 5);
+  check_memory(m);
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
+}
+
+/* Used and closed while the thread is at work, in any order: nothing is lost, and each lock ends. */
+static void test_any_order_at_any_moment(void) {
+  uint64_t random = seed_begin(__func__);
+  for (int round = 0; round < 60; round++) {
+    gmi_manager_t *m;
+    gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+    const uint64_t uses = below(&random, 40);
+    for (uint64_t i = 0, part = below(&random, 64); i < uses; i++) {
+      CHECK_OK(use(m, part));
+      part = below(&random, 4) ? (part + 1) % 64 : below(&random, 64);
+      if (!below(&random, 12)) check_memory(m);
+      if (!below(&random, 16))
+        CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, BUDGET)); /* as it is; what is ahead goes */
+    }
+    if (below(&random, 2)) check_memory(m);
+    CHECK_OK(gemini_manager_close(mgr));
+    CHECK_EQ(locked_bytes, 0);
+  }
+}
+
+int main(void) {
+  RUN(test_as_many_parts_are_ahead_as_were_used_in_a_row);
+  RUN(test_what_is_ahead_is_blank);
+  RUN(test_homes_of_states_are_ahead_as_far_as_the_device_lacks_room);
+  RUN(test_what_is_needed_now_comes_next);
+  RUN(test_only_homes_are_ahead);
+  RUN(test_nothing_is_ahead_of_another_budget);
+  RUN(test_a_lock_that_is_refused_is_tried_again);
+  RUN(test_memory_that_is_refused_is_not_asked_for_ahead_again);
+  RUN(test_any_order_at_any_moment);
+  return check_done();
+}
