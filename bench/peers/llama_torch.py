@@ -43,6 +43,8 @@ import time
 
 import weights
 
+BEGAN = time.perf_counter()
+
 SIZES = {  # width, width of the MLP, blocks, heads, heads for keys and values
     "tiny": (64, 160, 3, 4, 4),
     "grouped": (64, 160, 3, 4, 2),
@@ -456,7 +458,7 @@ def main():
     ready = time.perf_counter() - begin
     generator = torch.Generator().manual_seed(2)
     text = torch.frombuffer(bytearray(open(options.text, "rb").read()), dtype=torch.uint8) if options.text else None
-    seconds, losses, before = [], [], (0, {})
+    seconds, losses, before, third = [], [], (0, {}), None
     forward_shares, clipped, work = [], 0, 0  # of timed steps: the forward passes' share; norms over the limit; bytes
     batch = options.batch * options.accumulate  # of this process in a step
     begin = time.perf_counter()
@@ -504,6 +506,8 @@ def main():
         begin += seconds[-1]
         if options.clip and step >= warmup:
             clipped += float(norm) > options.clip
+        if step == 2:
+            third = time.perf_counter() - BEGAN
         if measured:
             forward = events[0].elapsed_time(events[1])
             forward_shares.append(forward / (forward + events[1].elapsed_time(events[2])))
@@ -526,6 +530,7 @@ def main():
         "seconds": [round(s, 4) for s in seconds],
         "losses": losses,
         "ready_seconds": round(ready, 1),
+        "third_step_seconds": third and round(third, 1),  # from the script's begin to that step's end
         "host_peak_bytes": host_peak(),
     }
     if gm:
