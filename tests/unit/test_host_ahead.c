@@ -261,6 +261,7 @@ static void test_a_lock_that_is_refused_is_tried_again(void) {
 
 /* Memory that the system refuses ahead of time is nobody's error; who needs it asks for it himself. */
 static void test_memory_that_is_refused_is_not_asked_for_ahead_again(void) {
+  if (check_is_slow()) return; /* sanitizers cannot do without memory meanwhile */
   gmi_manager_t *m;
   gemini_manager_t mgr = open_full(3 * SECTION * PART, 3 * SECTION * PART, &m);
   struct rlimit was, none = { .rlim_cur = 4096 }; /* 0 is none */
