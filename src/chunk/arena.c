@@ -24,6 +24,7 @@
 #include "chunk/faults.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
+#include "chunk/host_ahead.h"
 #include "chunk/residency.h"
 #include "chunk/shard.h"
 #include "chunk/speculate.h"
@@ -534,6 +535,7 @@ static gemini_status_t arena_destroy(gmi_manager_t *m, gemini_arena_t handle) {
     return status;
   }
   arena_remove(m, a);
+  gmi_ahead_drop(m); /* some may be for the arena */
   m->trace.observer->arenas_change(m);
   return GEMINI_OK;
 }

@@ -36,10 +36,6 @@ static inline bool gmi_arena_is_sharded(const gmi_arena_t *a) { return a->shard.
 static inline bool gmi_arena_has_tiers(const gmi_arena_t *a) {
   return a->store == a->index && !gmi_arena_is_sharded(a);
 }
-/* What only updates use. */
-static inline bool gmi_kind_is_state(uint32_t kind) {
-  return kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
-}
 /* Sharded gradients; and those among them whose sums do not take the bytes of their parameters. */
 static inline bool gmi_arena_is_gradients(const gmi_arena_t *a) {
   return gmi_arena_is_sharded(a) && a->kind == GEMINI_KIND_GRAD;

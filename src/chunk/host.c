@@ -20,6 +20,7 @@
 #include "chunk/cut.h"
 #include "chunk/files.h"
 #include "chunk/host.h"
+#include "chunk/host_ahead.h"
 #include "chunk/residency.h"
 #include "chunk/speculate.h"
 #include "chunk/update.h"
@@ -149,9 +150,6 @@ static uint32_t home_of(gmi_manager_t *m, const gmi_chunk_t *c) {
   return m->host.slot_count ? (uint32_t)(((uint64_t)a->home + c->index) % m->host.slot_count) : GMI_NONE;
 }
 
-void gmi_host_homes_assign(gmi_manager_t *m, gmi_arena_t *store) {
-  if (atomic_load(&store->chunk_count) > store->home_count) home_extend(m, store);
-}
 void gmi_host_home_range(const gmi_manager_t *m, const gmi_arena_t *store, uint64_t *begin_out, uint64_t *end_out) {
   const uint32_t count = atomic_load(&store->chunk_count);
   *begin_out = (uint64_t)store->home * gmi_slot_bytes(m);
@@ -259,6 +257,7 @@ void gmi_host_iteration(gmi_manager_t *m) {
   m->host.own_peak[1] = m->host.own_peak[0];
   m->host.own_peak[0] = m->host.used - m->host.spare_count * gmi_slot_bytes(m);
   m->host.spare_looked = false;
+  gmi_ahead_iteration(m);
 }
 uint32_t gmi_host_spare(const gmi_manager_t *m) {
   const uint64_t *peak = m->host.own_peak, own = peak[0] > peak[1] ? peak[0] : peak[1];

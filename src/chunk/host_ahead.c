@@ -30,7 +30,9 @@ typedef struct gmi_ahead {
   pthread_t thread;
   bool started, closing;
   bool held;             /* a caller commits memory */
+  bool used;             /* a part has come into use since the last iteration began */
   bool failed;           /* the system refused memory: nothing is prepared until the budget changes */
+  uint64_t ready;        /* READY parts */
   uint64_t first, count; /* of queue, a ring */
   uint64_t *queue;       /* [part_count] of the WANTED parts, in the order in which they came */
   uint64_t *bytes;       /* [part_count] what is committed at the start of a part that is not NONE */
@@ -57,6 +59,7 @@ static void *ahead_main(void *user) {
     const bool ready = !gmi_reserve_commit_early(a->m->host.reserve, part * a->m->host.part_bytes, bytes);
     pthread_mutex_lock(&a->lock);
     a->states[part] = ready ? READY : NONE;
+    a->ready += ready;
     if (!ready) {
       a->failed = true;
       queue_clear(a);
@@ -149,9 +152,10 @@ static void settle(gmi_ahead_t *a, uint64_t part) {
 void gmi_ahead_take(gmi_manager_t *m, uint64_t part) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
-  a->held = true;
+  a->held = a->used = true;
   if (a->states[part] == WANTED) unqueue(a, part);
   settle(a, part);
+  a->ready -= a->states[part] == READY;
   a->states[part] = NONE;
   pthread_mutex_unlock(&a->lock);
 }
@@ -179,32 +183,10 @@ static void want_row(gmi_ahead_t *a, uint64_t part) {
   for (; free; free--) (void)want(a, part + free * step, true); /* the nearest one comes first */
 }
 
-/* The homes of states, as far as the model does not fit on the device: the first update needs them all. */
-static void want_states(gmi_ahead_t *a) {
-  gmi_manager_t *m = a->m;
-  const uint64_t model = atomic_load(&m->stats.model_bytes), part_bytes = m->host.part_bytes;
-  const uint64_t inside = m->config.placement == GEMINI_PLACEMENT_CPU ? 0 : m->config.device_bytes;
-  uint64_t left = model > inside && m->config.placement != GEMINI_PLACEMENT_CUDA ? model - inside : 0;
-  for (uint32_t i = 0; i < GMI_ARENAS && left; i++) {
-    gmi_arena_t *store = gmi_arena_at(m, i);
-    if (!store || !gmi_arena_has_tiers(store) || !gmi_kind_is_state(store->kind)) continue;
-    uint64_t begin, end;
-    gmi_host_homes_assign(m, store);
-    gmi_host_home_range(m, store, &begin, &end);
-    for (uint64_t part = begin / part_bytes; part * part_bytes < end && left; part++) {
-      if (!want(a, part, false)) return;
-      left -= left < part_bytes ? left : part_bytes;
-    }
-  }
-}
-
 void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
-  if (in_use) {
-    want_row(a, part);
-    want_states(a);
-  }
+  if (in_use) want_row(a, part);
   a->held = false;
   if (a->count) pthread_cond_signal(&a->wanted);
   pthread_mutex_unlock(&a->lock);
@@ -217,11 +199,21 @@ void gmi_ahead_drop(gmi_manager_t *m) {
   for (uint64_t part = 0; part < m->host.part_count; part++) {
     const uint64_t begin = part * m->host.part_bytes;
     settle(a, part);
-    if (a->states[part] == READY && !gmi_reserve_decommit(m->host.reserve, begin, a->bytes[part]))
-      a->states[part] = NONE;
+    if (a->states[part] != READY || gmi_reserve_decommit(m->host.reserve, begin, a->bytes[part])) continue;
+    a->states[part] = NONE;
+    a->ready--;
   }
   a->failed = false;
   pthread_mutex_unlock(&a->lock);
+}
+
+void gmi_ahead_iteration(gmi_manager_t *m) {
+  gmi_ahead_t *a = m->host.ahead;
+  pthread_mutex_lock(&a->lock);
+  const bool drop = !a->used && a->ready;
+  a->used = false;
+  pthread_mutex_unlock(&a->lock);
+  if (drop) gmi_ahead_drop(m);
 }
 
 uint64_t gmi_ahead_idle(gmi_manager_t *m) {

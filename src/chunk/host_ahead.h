@@ -3,8 +3,8 @@
  * To commit memory takes the system 13 ms for 256 MiB, and several times that where a virtual machine has not used it
  * before; and a program's first iteration needs most of its budget. So while parts come into use one behind the other,
  * upwards or downwards, the thread commits those that follow, if they are homes of chunks: as many as have come into
- * use in a row, at most GMI_AHEAD_MOST. And when any part comes into use it commits the homes of states, as many bytes
- * as the tensors have beyond the device's budget: the first update needs these all at once.
+ * use in a row, at most GMI_AHEAD_MOST. What is not used then is given back after an iteration in which no part has come
+ * into use, or when an arena is destroyed.
  *
  * The caller holds the manager's lock, unless a comment says otherwise. The thread never takes it.
  * SPDX-License-Identifier: Apache-2.0 */
@@ -21,6 +21,7 @@ void gmi_ahead_close(gmi_manager_t *m);           /* in gmi_host_close(): ends t
  * which all or nothing is committed then; in_use: it has come into use. */
 void gmi_ahead_take(gmi_manager_t *m, uint64_t part);
 void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use);
+void gmi_ahead_iteration(gmi_manager_t *m); /* an iteration begins */
 /* Gives all memory back that is committed and not taken. Blocks while the thread is at work. */
 void gmi_ahead_drop(gmi_manager_t *m);
 /* Blocks until nothing is left to commit; returns the bytes that are committed and not taken. For tests. */

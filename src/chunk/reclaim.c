@@ -202,7 +202,7 @@ void gmi_host_spare_reclaim(gmi_manager_t *m) {
   for (uint32_t s = 0; !m->host.spare_looked && s < m->host.slot_most; s++) {
     gmi_chunk_t *c = m->host.slots[s].chunk;
     uint32_t kind = c ? gmi_chunk_arena(m, c)->kind : GEMINI_KIND_OTHER;
-    bool state = gmi_kind_is_state(kind);
+    bool state = kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
     if (state && reclaimable(m, c, RECLAIM_STALE)) gmi_host_slot_drop(m, c);
   }
   m->host.spare_looked = true;

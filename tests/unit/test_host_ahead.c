@@ -48,22 +48,6 @@ static gemini_manager_t open_with(uint64_t device_bytes, uint64_t host_bytes, gm
   locks_left = -1;
   return mgr;
 }
-/* An arena of parameters and two of states, of 8 MiB each. */
-static void arenas_make(gemini_manager_t mgr, gemini_arena_t arenas[3]) {
-  static const uint32_t kinds[] = { GEMINI_KIND_PARAM, GEMINI_KIND_MASTER, GEMINI_KIND_MOMENTUM };
-  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
-  uint64_t offset;
-  for (int i = 0; i < 3; i++) {
-    config.kind = kinds[i], config.name = i == 0 ? "p" : i == 1 ? "a" : "b", config.element_bytes = 4;
-    CHECK_OK(gemini_arena_create(mgr, &config, &arenas[i]));
-    CHECK_OK(gemini_arena_take(mgr, arenas[i], 8 * MIB, &offset));
-  }
-}
-static void touch_on_host(gemini_manager_t mgr, gemini_arena_t arena, uint64_t offset) {
-  gemini_access_t a = world_part(arena, offset, 65536, GEMINI_WRITE, GEMINI_TIER_HOST);
-  CHECK_OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
-  CHECK_OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
-}
 /* The same with an arena whose chunks have all of the budget as their homes. */
 static gemini_manager_t open_full(uint64_t host_bytes, uint64_t home_bytes, gmi_manager_t **m_out) {
   gemini_manager_t mgr = open_with(4 * MIB, host_bytes, m_out);
@@ -75,8 +59,7 @@ static gemini_manager_t open_full(uint64_t host_bytes, uint64_t home_bytes, gmi_
   CHECK_OK(gemini_arena_take(mgr, arena, home_bytes, &offset));
   gmi_lock(*m_out, "test");
   CHECK_OK(gmi_cut(*m_out));
-  gmi_arena_t *store = gmi_arena_at(*m_out, 0);
-  gmi_host_homes_assign(*m_out, store);
+  const gmi_arena_t *store = gmi_arena_at(*m_out, 0);
   uint64_t begin, end;
   gmi_host_home_range(*m_out, store, &begin, &end);
   CHECK_EQ(begin, 0);
@@ -159,48 +142,50 @@ static void test_what_is_ahead_is_blank(void) {
   CHECK_EQ(locked_bytes, 0);
 }
 
-static void test_homes_of_states_are_ahead_as_far_as_the_device_lacks_room(void) {
-  for (int placement = GEMINI_PLACEMENT_AUTO; placement <= GEMINI_PLACEMENT_CPU; placement++) {
-    for (uint64_t device = 4; device <= 64; device *= 4) {
-      gmi_manager_t *m;
-      gemini_manager_t mgr = open_with(device * MIB, BUDGET, &m);
-      m->config.placement = (uint32_t)placement;
-      gemini_arena_t arenas[3];
-      arenas_make(mgr, arenas);
-      CHECK_EQ(ahead(m), 0); /* nobody uses the host yet */
-      touch_on_host(mgr, arenas[0], 0);
-      /* Of 24 MiB, 16 of which are states, 20 have no room on a device of 4 MiB; homes begin within parts. */
-      const uint64_t lacks = placement == GEMINI_PLACEMENT_CPU ? 24 : device < 24 ? 24 - device : 0;
-      const uint64_t want = placement == GEMINI_PLACEMENT_CUDA ? 0 : lacks < 16 ? lacks : 16, got = ahead(m);
-      CHECK(got >= want && got <= (want ? want + 2 : 0));
-      for (int i = 1; i < 3; i++)
-        for (uint64_t at = 0; want && at < 8 * MIB; at += PART) touch_on_host(mgr, arenas[i], at);
-      if (want) CHECK(ahead(m) <= 2 + GMI_AHEAD_MOST);
-      check_memory(m);
-      CHECK_OK(gemini_manager_close(mgr));
-      CHECK_EQ(locked_bytes, 0);
-    }
-  }
-}
-
 /* What is needed now comes before what may be needed soon. */
 static void test_what_is_needed_now_comes_next(void) {
   int before = 0;
   for (int round = 0; round < 10; round++) {
     gmi_manager_t *m;
-    gemini_manager_t mgr = open_with(4 * MIB, BUDGET, &m);
-    gemini_arena_t arenas[3];
+    gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
     gmi_reserve_figures_t figures;
-    arenas_make(mgr, arenas);
-    touch_on_host(mgr, arenas[0], 0); /* 16 parts of states are queued */
+    for (uint64_t part = 0; part < 16; part++) CHECK_OK(use(m, part)); /* 16 more are wanted */
     CHECK_OK(use(m, 60));
     CHECK_OK(gmi_reserve_figures(m->host.reserve, &figures));
-    before += figures.committed_bytes < 18 * PART;
+    before += figures.committed_bytes < 33 * PART;
+    CHECK_EQ(ahead(m), 16);
     check_memory(m);
     CHECK_OK(gemini_manager_close(mgr));
     CHECK_EQ(locked_bytes, 0);
   }
   CHECK(before);
+}
+
+/* After an iteration in which no part has come into use, and when an arena goes. */
+static void test_what_is_not_used_is_given_back(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
+  gemini_arena_t other;
+  CHECK_OK(use(m, 0));
+  CHECK_OK(use(m, 1));
+  CHECK_EQ(ahead(m), 2);
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_EQ(ahead(m), i == 0 ? 2 : i == 1 ? 3 : 0);
+    check_memory(m);
+    if (i == 0) CHECK_OK(use(m, 2)); /* behind it are 3 to 5 */
+    CHECK_OK(gemini_iteration_end(mgr));
+  }
+  CHECK_OK(use(m, 3));
+  CHECK_EQ(ahead(m), 4);
+  config.name = "other", config.kind = GEMINI_KIND_OTHER;
+  CHECK_OK(gemini_arena_create(mgr, &config, &other));
+  CHECK_OK(gemini_arena_destroy(mgr, other));
+  CHECK_EQ(ahead(m), 0);
+  check_memory(m);
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
 }
 
 /* Behind the homes of an arena there is nothing that is likely to be used. */
@@ -313,9 +298,9 @@ static void test_any_order_at_any_moment(void) {
 int main(void) {
   RUN(test_as_many_parts_are_ahead_as_were_used_in_a_row);
   RUN(test_what_is_ahead_is_blank);
-  RUN(test_homes_of_states_are_ahead_as_far_as_the_device_lacks_room);
   RUN(test_what_is_needed_now_comes_next);
   RUN(test_only_homes_are_ahead);
+  RUN(test_what_is_not_used_is_given_back);
   RUN(test_nothing_is_ahead_of_another_budget);
   RUN(test_a_lock_that_is_refused_is_tried_again);
   RUN(test_memory_that_is_refused_is_not_asked_for_ahead_again);

@@ -10,7 +10,7 @@ from torch import nn
 
 import bits
 import libgemini.torch as gm
-from libgemini.torch import narrow, speculate, tensorfile
+from libgemini.torch import arenas, narrow, speculate, tensorfile
 
 WIDTH, LAYERS = 256, 3
 NARROW = [("bf16", "fp32"), ("fp32", "split16"), ("bf16", "split16"), ("8bit", "fp32"), ("8bit", "split16")]
@@ -475,3 +475,48 @@ def test_new_split_masters_are_not_compared_with_the_parameters(session, monkeyp
     assert not renewed
     for param, value in zip(model.parameters(), values):
         assert torch.equal(narrow.seen(param._gm_record, "master").read().view_as(value), value)
+
+
+@pytest.mark.parametrize("former", (False, True))
+@pytest.mark.parametrize("states, masters", [("fp32", "fp32"), *NARROW])
+def test_prepare_can_be_tried_again(session, monkeypatch, states, masters, former):
+    """When there was no room for all states, those that were made are gone; and a former optimizer's copies are not."""
+    results = []
+    for fails in False, True:
+        loop = Loop(session) if former else None
+        if former:
+            loop.steps(2)
+            model = loop.model
+        else:
+            session("1MiB")
+            model = net()
+        if fails:
+            for where, name in (narrow, "state_place"), (arenas.Place, "copy_from"):
+                calls, inner = [], getattr(where, name)
+
+                def made(*given, calls=calls, inner=inner, **more):
+                    calls.append(given)
+                    if len(calls) == 7:
+                        raise gm.GeminiError("there is no room", "OOM_HOST")
+                    return inner(*given, **more)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(where, name, made)
+                    if where is narrow or (masters == "fp32" and not former):
+                        with pytest.raises(gm.GeminiError, match="there is no room"):
+                            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                            gm.prepare(model, optimizer, states=states, masters=masters)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = gm.prepare(model, optimizer, states=states, masters=masters)
+        if loop is None:
+            loop = Loop.__new__(Loop)
+            loop.number, loop.dtype = 0, torch.bfloat16
+        loop.model, loop.optimizer = model, optimizer
+        loop.steps(3)
+        results.append([loop.state(), [param.detach().clone() for param in model.parameters()]])
+        gm.close(force=True)
+    for plain, again in zip(results[0][1], results[1][1]):
+        assert torch.equal(plain, again)
+    for number, state in results[0][0].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(results[1][0][number][name])), (number, name)

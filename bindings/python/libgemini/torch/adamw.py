@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import typing
@@ -64,17 +65,31 @@ class AdamwRule:
         self.speculation = Speculation(self) if session.speculate and not session.ranks else None
 
     def prepare(self, records):
-        for record in records:
-            if not record.trainable or record.rule:
-                continue
-            record.split = self.splits_master(record)
-            record.rule = self
-            for kind in ("momentum", "variance"):
-                record.states[kind] = narrow.state_place(record, kind, self.state_dtype)
-            if record.split:
-                self.split_master(record)
-            elif record.place.dtype != torch.float32:
-                master_place(self.session, record)
+        before, ended = {}, []  # the states that records had; masters that others take the place of
+        try:
+            for record in records:
+                if not record.trainable or record.rule:
+                    continue
+                before[record] = dict(record.states)
+                record.split = self.splits_master(record)
+                record.rule = self
+                for kind in ("momentum", "variance"):
+                    record.states[kind] = narrow.state_place(record, kind, self.state_dtype)
+                if record.split:
+                    ended.append(self.split_master(record))
+                elif record.place.dtype != torch.float32:
+                    master_place(self.session, record)
+        except BaseException:
+            for record, states in before.items():
+                for kind, place in record.states.items():
+                    if states.get(kind) is not place:
+                        with contextlib.suppress(GeminiError):
+                            place.zero()
+                record.states, record.rule, record.split = states, None, False
+            raise
+        for master in filter(None, ended):
+            master.zero()
+        for record in before:
             self.arenas.setdefault(record.place.arena, []).append(record)
         for records in self.arenas.values():
             records.sort(key=lambda record: record.place.offset)
@@ -89,18 +104,21 @@ class AdamwRule:
         return self.splits and record.place.dtype == torch.bfloat16
 
     def split_master(self, record):
-        """Makes the lower half of a parameter's master, from the fp32 copy that an earlier optimizer may have made."""
-        values = None
-        if "master" in record.states:
-            if record.place.written:
-                record.renew_master()
-            values = record.states["master"].read()
-            record.states.pop("master").zero()
+        """Makes the lower half of a parameter's master, from the fp32 copy that an earlier optimizer may have made.
+
+        Returns:
+            The place of that copy, to be zeroed, or None.
+        """
+        former = record.states.get("master")
+        if former is not None and record.place.written:
+            record.renew_master()
+        values = None if former is None else former.read()
         record.states["master"] = self.session.arenas.counterpart(record.place, "master", narrow.HALF)
         if values is not None:
             narrow.seen(record, "master").write(values)
         else:
             record.renew_master(whole=True)
+        return former
 
     def let_go(self, record):
         if self.speculation:

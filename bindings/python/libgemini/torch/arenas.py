@@ -263,8 +263,12 @@ class Place:
         """Copies the values of a place of as many elements, of any dtype, which may be on the device alone.
 
         They are converted on the device and go to the host from there: for a model of billions of elements the
-        processor would take many seconds.
+        processor would take many seconds. With files, whose budget may be just enough, they stay where they were, and
+        so do chunks beside them.
         """
+        if self.session.manager.config.file_bytes:
+            self.write(other.read())
+            return
         ours, theirs = (place.tensor.as_strided((place.elements,), (1,)) for place in (self, other))
         step, holds = PIECE_BYTES // max(self.dtype.itemsize, other.dtype.itemsize), self.session.holds
         self.session.refuse_closed(self.name)
