@@ -80,7 +80,8 @@ void gmi_host_forget(gmi_manager_t *m);         /* chunks' records are about to 
 uint32_t gmi_host_free(const gmi_manager_t *m); /* slots that chunks can get without a reclaim */
 /* Assigns each arena its home slots, for chunks of these sizes. */
 void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes);
-/* Where the home slots of an arena's chunks are, as far as they have any, in bytes of the range; beyond the budget they wrap around. */
+/* Where the home slots of an arena's chunks are, as far as they have any, in bytes of the range; beyond the budget they
+ * wrap around. */
 void gmi_host_home_range(const gmi_manager_t *m, const gmi_arena_t *store, uint64_t *begin_out, uint64_t *end_out);
 /* Commits and page-locks bytes of the range: the parts that contain them. */
 gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size);

@@ -31,8 +31,8 @@ typedef struct gmi_ahead {
   bool started, closing;
   bool held;             /* a caller commits memory */
   bool used;             /* a part has come into use since the last iteration began */
+  bool prepared;         /* a part became READY since all were given back */
   bool failed;           /* the system refused memory: nothing is prepared until the budget changes */
-  uint64_t ready;        /* READY parts */
   uint64_t first, count; /* of queue, a ring */
   uint64_t *queue;       /* [part_count] of the WANTED parts, in the order in which they came */
   uint64_t *bytes;       /* [part_count] what is committed at the start of a part that is not NONE */
@@ -59,7 +59,7 @@ static void *ahead_main(void *user) {
     const bool ready = !gmi_reserve_commit_early(a->m->host.reserve, part * a->m->host.part_bytes, bytes);
     pthread_mutex_lock(&a->lock);
     a->states[part] = ready ? READY : NONE;
-    a->ready += ready;
+    a->prepared |= ready;
     if (!ready) {
       a->failed = true;
       queue_clear(a);
@@ -155,7 +155,6 @@ void gmi_ahead_take(gmi_manager_t *m, uint64_t part) {
   a->held = a->used = true;
   if (a->states[part] == WANTED) unqueue(a, part);
   settle(a, part);
-  a->ready -= a->states[part] == READY;
   a->states[part] = NONE;
   pthread_mutex_unlock(&a->lock);
 }
@@ -199,18 +198,17 @@ void gmi_ahead_drop(gmi_manager_t *m) {
   for (uint64_t part = 0; part < m->host.part_count; part++) {
     const uint64_t begin = part * m->host.part_bytes;
     settle(a, part);
-    if (a->states[part] != READY || gmi_reserve_decommit(m->host.reserve, begin, a->bytes[part])) continue;
-    a->states[part] = NONE;
-    a->ready--;
+    if (a->states[part] == READY && !gmi_reserve_decommit(m->host.reserve, begin, a->bytes[part]))
+      a->states[part] = NONE;
   }
-  a->failed = false;
+  a->failed = a->prepared = false;
   pthread_mutex_unlock(&a->lock);
 }
 
 void gmi_ahead_iteration(gmi_manager_t *m) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
-  const bool drop = !a->used && a->ready;
+  const bool drop = !a->used && a->prepared;
   a->used = false;
   pthread_mutex_unlock(&a->lock);
   if (drop) gmi_ahead_drop(m);

@@ -3,8 +3,8 @@
  * To commit memory takes the system 13 ms for 256 MiB, and several times that where a virtual machine has not used it
  * before; and a program's first iteration needs most of its budget. So while parts come into use one behind the other,
  * upwards or downwards, the thread commits those that follow, if they are homes of chunks: as many as have come into
- * use in a row, at most GMI_AHEAD_MOST. What is not used then is given back after an iteration in which no part has come
- * into use, or when an arena is destroyed.
+ * use in a row, at most GMI_AHEAD_MOST. What is not used then is given back after an iteration in which no part has
+ * come into use, or when an arena is destroyed.
  *
  * The caller holds the manager's lock, unless a comment says otherwise. The thread never takes it.
  * SPDX-License-Identifier: Apache-2.0 */
