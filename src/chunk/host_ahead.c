@@ -112,22 +112,18 @@ static uint64_t row(const gmi_manager_t *m, uint64_t part, int step) {
   return count;
 }
 
-/* Queues a part, unless it has memory or will have. next: before what is queued already. False: it is none of the
- * budget's, or there is no memory. */
-static bool want(gmi_ahead_t *a, uint64_t part, bool next) {
+/* Queues a part of the budget, which is not in use, before what is queued already. */
+static void want(gmi_ahead_t *a, uint64_t part) {
   const gmi_manager_t *m = a->m;
   const uint64_t base = part * m->host.part_bytes, budget = gmi_host_grains(m, m->config.host_bytes);
-  if (a->failed || part >= m->host.part_count || base >= budget) return false;
-  if (!a->started && gmi_thread_start(&a->thread, ahead_main, a)) return false;
+  if (a->failed || base >= budget || a->states[part] != NONE) return;
+  if (!a->started && gmi_thread_start(&a->thread, ahead_main, a)) return;
   a->started = true;
-  if (m->host.committed[part] || a->states[part] != NONE) return true;
   a->bytes[part] = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
-  if (next) a->first = (a->first + m->host.part_count - 1) % m->host.part_count;
-  a->queue[next ? a->first : (a->first + a->count) % m->host.part_count] = part;
+  a->first = (a->first + m->host.part_count - 1) % m->host.part_count;
+  a->queue[a->first] = part;
   a->count++;
   a->states[part] = WANTED;
-  pthread_cond_signal(&a->wanted);
-  return true;
 }
 
 static void unqueue(gmi_ahead_t *a, uint64_t part) {
@@ -159,7 +155,7 @@ void gmi_ahead_take(gmi_manager_t *m, uint64_t part) {
   pthread_mutex_unlock(&a->lock);
 }
 
-/* Is a part without memory the home of chunks? Others have no use yet. */
+/* Is a part that is not in use the home of chunks? Others have no use yet. */
 static bool is_home(gmi_manager_t *m, uint64_t part) {
   const uint64_t first = part * m->host.part_bytes;
   for (uint32_t i = 0; i < GMI_ARENAS && part < m->host.part_count && !m->host.committed[part]; i++) {
@@ -179,7 +175,7 @@ static void want_row(gmi_ahead_t *a, uint64_t part) {
   const uint64_t count = up > down ? up : down, step = up > down ? 1 : (uint64_t)-1;
   uint64_t free = 0;
   while (free < count && is_home(a->m, part + (free + 1) * step)) free++;
-  for (; free; free--) (void)want(a, part + free * step, true); /* the nearest one comes first */
+  for (; free; free--) want(a, part + free * step); /* the nearest one comes first */
 }
 
 void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use) {
