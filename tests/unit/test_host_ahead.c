@@ -33,39 +33,38 @@ static gemini_status_t counted_unlock(void *self, void *base, uint64_t size_byte
 }
 static gmi_device_ops_t counting;
 
-static gemini_manager_t open_with(uint64_t device_bytes, uint64_t host_bytes, gmi_manager_t **m_out) {
+/* A manager of small chunks, and an arena whose chunks have the first home_bytes of the budget as their homes. */
+static gemini_manager_t world_of(uint64_t host_bytes, uint64_t home_bytes, gmi_manager_t **m_out) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
+  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
   gemini_manager_t mgr;
-  c.device_bytes = device_bytes, c.host_bytes = host_bytes, c.chunk_bytes = 65536;
+  gemini_arena_t arena;
+  uint64_t offset, begin, end;
+  c.device_bytes = 4 * MIB, c.host_bytes = host_bytes, c.chunk_bytes = 65536;
   CHECK_OK(gemini_manager_open(&c, &mgr));
-  *m_out = gmi_manager_get(mgr);
+  gmi_manager_t *m = *m_out = gmi_manager_get(mgr);
   counting = gmi_device_sim;
   counting.memory.host_lock = counted_lock;
   counting.memory.host_unlock = counted_unlock;
-  (*m_out)->device.ops = &counting;
-  CHECK_EQ((*m_out)->host.part_bytes, PART);
+  m->device.ops = &counting;
   locked_bytes = 0;
   locks_left = -1;
-  return mgr;
-}
-/* The same with an arena whose chunks have all of the budget as their homes. */
-static gemini_manager_t open_full(uint64_t host_bytes, uint64_t home_bytes, gmi_manager_t **m_out) {
-  gemini_manager_t mgr = open_with(4 * MIB, host_bytes, m_out);
-  gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
-  gemini_arena_t arena;
-  uint64_t offset;
+  CHECK_EQ(m->host.part_bytes, PART);
   config.name = "all", config.kind = GEMINI_KIND_OTHER;
   CHECK_OK(gemini_arena_create(mgr, &config, &arena));
   CHECK_OK(gemini_arena_take(mgr, arena, home_bytes, &offset));
-  gmi_lock(*m_out, "test");
-  CHECK_OK(gmi_cut(*m_out));
-  const gmi_arena_t *store = gmi_arena_at(*m_out, 0);
-  uint64_t begin, end;
-  gmi_host_home_range(*m_out, store, &begin, &end);
+  gmi_lock(m, "test");
+  CHECK_OK(gmi_cut(m));
+  gmi_host_home_range(m, gmi_arena_at(m, 0), &begin, &end);
+  gmi_unlock(m);
   CHECK_EQ(begin, 0);
   CHECK_EQ(end, home_bytes);
-  gmi_unlock(*m_out);
   return mgr;
+}
+/* Each lock ends. */
+static void end_of(gemini_manager_t mgr) {
+  CHECK_OK(gemini_manager_close(mgr));
+  CHECK_EQ(locked_bytes, 0);
 }
 static gemini_status_t use(gmi_manager_t *m, uint64_t part) {
   gmi_lock(m, "test");
@@ -96,7 +95,7 @@ static void check_memory(gmi_manager_t *m) {
 
 static void test_as_many_parts_are_ahead_as_were_used_in_a_row(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
   const struct {
     uint64_t part, ahead; /* after its use */
   } steps[] = {
@@ -117,14 +116,13 @@ static void test_as_many_parts_are_ahead_as_were_used_in_a_row(void) {
     CHECK_EQ(ahead(m), steps[i].ahead);
     check_memory(m);
   }
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 /* A part that is taken reads as zeros, and its slots are known to. */
 static void test_what_is_ahead_is_blank(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
   void *block; /* the records of slots are made */
   CHECK_OK(gemini_host_alloc(mgr, 4096, 64, &block));
   for (uint64_t part = 0; part < 20; part++) {
@@ -138,8 +136,7 @@ static void test_what_is_ahead_is_blank(void) {
   }
   CHECK_EQ(ahead(m), GMI_AHEAD_MOST); /* not 20 */
   CHECK_OK(gemini_host_free(mgr, block));
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 /* What is needed now comes before what may be needed soon. */
@@ -147,7 +144,7 @@ static void test_what_is_needed_now_comes_next(void) {
   int before = 0;
   for (int round = 0; round < 10; round++) {
     gmi_manager_t *m;
-    gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+    gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
     gmi_reserve_figures_t figures;
     for (uint64_t part = 0; part < 16; part++) CHECK_OK(use(m, part)); /* 16 more are wanted */
     CHECK_OK(use(m, 60));
@@ -155,8 +152,7 @@ static void test_what_is_needed_now_comes_next(void) {
     before += figures.committed_bytes < 33 * PART;
     CHECK_EQ(ahead(m), 16);
     check_memory(m);
-    CHECK_OK(gemini_manager_close(mgr));
-    CHECK_EQ(locked_bytes, 0);
+    end_of(mgr);
   }
   CHECK(before);
 }
@@ -164,7 +160,7 @@ static void test_what_is_needed_now_comes_next(void) {
 /* After an iteration in which no part has come into use, and when an arena goes. */
 static void test_what_is_not_used_is_given_back(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
   gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
   gemini_arena_t other;
   CHECK_OK(use(m, 0));
@@ -184,14 +180,13 @@ static void test_what_is_not_used_is_given_back(void) {
   CHECK_OK(gemini_arena_destroy(mgr, other));
   CHECK_EQ(ahead(m), 0);
   check_memory(m);
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 /* Behind the homes of an arena there is nothing that is likely to be used. */
 static void test_only_homes_are_ahead(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, 12 * PART - 65536, &m);
+  gemini_manager_t mgr = world_of(BUDGET, 12 * PART - 65536, &m);
   for (uint64_t part = 4; part < 8; part++) CHECK_OK(use(m, part));
   CHECK_EQ(ahead(m), 4); /* to 11 */
   for (uint64_t part = 8; part < 20; part++) {
@@ -199,13 +194,12 @@ static void test_only_homes_are_ahead(void) {
     CHECK_EQ(ahead(m), part < 12 ? 11 - part : 0);
   }
   check_memory(m);
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 static void test_nothing_is_ahead_of_another_budget(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
   void *block; /* the records of slots are made */
   CHECK_OK(gemini_host_alloc(mgr, 4096, 64, &block));
   CHECK_OK(gemini_host_free(mgr, block));
@@ -219,13 +213,12 @@ static void test_nothing_is_ahead_of_another_budget(void) {
     CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, BUDGET));
     check_memory(m);
   }
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 static void test_a_lock_that_is_refused_is_tried_again(void) {
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
   CHECK_OK(use(m, 0));
   CHECK_OK(use(m, 1));
   CHECK_EQ(ahead(m), 2);
@@ -240,15 +233,14 @@ static void test_a_lock_that_is_refused_is_tried_again(void) {
   CHECK_OK(use(m, 2));
   CHECK_EQ(ahead(m), 3);
   check_memory(m);
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 /* Memory that the system refuses ahead of time is nobody's error; who needs it asks for it himself. */
 static void test_memory_that_is_refused_is_not_asked_for_ahead_again(void) {
   if (check_is_slow()) return; /* sanitizers cannot do without memory meanwhile */
   gmi_manager_t *m;
-  gemini_manager_t mgr = open_full(3 * SECTION * PART, 3 * SECTION * PART, &m);
+  gemini_manager_t mgr = world_of(3 * SECTION * PART, 3 * SECTION * PART, &m);
   struct rlimit was, none = { .rlim_cur = 4096 }; /* 0 is none */
   CHECK_OK(use(m, 10));
   CHECK_OK(use(m, 11)); /* starts the thread */
@@ -271,8 +263,7 @@ static void test_memory_that_is_refused_is_not_asked_for_ahead_again(void) {
   CHECK_OK(use(m, SECTION + 2));
   CHECK_EQ(ahead(m), 5);
   check_memory(m);
-  CHECK_OK(gemini_manager_close(mgr));
-  CHECK_EQ(locked_bytes, 0);
+  end_of(mgr);
 }
 
 /* Used and closed while the thread is at work, in any order: nothing is lost, and each lock ends. */
@@ -280,7 +271,7 @@ static void test_any_order_at_any_moment(void) {
   uint64_t random = seed_begin(__func__);
   for (int round = 0; round < 60; round++) {
     gmi_manager_t *m;
-    gemini_manager_t mgr = open_full(BUDGET, BUDGET, &m);
+    gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
     const uint64_t uses = below(&random, 40);
     for (uint64_t i = 0, part = below(&random, 64); i < uses; i++) {
       CHECK_OK(use(m, part));
@@ -290,8 +281,7 @@ static void test_any_order_at_any_moment(void) {
         CHECK_OK(gemini_budget_set(mgr, GEMINI_TIER_HOST, BUDGET)); /* as it is; what is ahead goes */
     }
     if (below(&random, 2)) check_memory(m);
-    CHECK_OK(gemini_manager_close(mgr));
-    CHECK_EQ(locked_bytes, 0);
+    end_of(mgr);
   }
 }
 

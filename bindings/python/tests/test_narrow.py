@@ -477,46 +477,53 @@ def test_new_split_masters_are_not_compared_with_the_parameters(session, monkeyp
         assert torch.equal(narrow.seen(param._gm_record, "master").read().view_as(value), value)
 
 
+def failing_seventh(inner):
+    """A function of which the seventh call finds no room."""
+    calls = []
+
+    def call(*given, **more):
+        calls.append(given)
+        if len(calls) == 7:
+            raise gm.GeminiError("there is no room", "OOM_HOST")
+        return inner(*given, **more)
+
+    return call
+
+
 @pytest.mark.parametrize("former", (False, True))
 @pytest.mark.parametrize("states, masters", [("fp32", "fp32"), *NARROW])
 def test_prepare_can_be_tried_again(session, monkeypatch, states, masters, former):
     """When there was no room for all states, those that were made are gone; and a former optimizer's copies are not."""
+    fail_in = [(narrow, "state_place")]
+    if masters == "fp32" and not former:  # fp32 copies are made, too
+        fail_in.append((arenas.Place, "copy_from"))
     results = []
-    for fails in False, True:
-        loop = Loop(session) if former else None
+    for places in [], fail_in:
+        loop = Loop(session)
         if former:
             loop.steps(2)
             model = loop.model
         else:
+            gm.close(force=True)
             session("1MiB")
             model = net()
-        if fails:
-            for where, name in (narrow, "state_place"), (arenas.Place, "copy_from"):
-                calls, inner = [], getattr(where, name)
-
-                def made(*given, calls=calls, inner=inner, **more):
-                    calls.append(given)
-                    if len(calls) == 7:
-                        raise gm.GeminiError("there is no room", "OOM_HOST")
-                    return inner(*given, **more)
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(where, name, made)
-                    if where is narrow or (masters == "fp32" and not former):
-                        with pytest.raises(gm.GeminiError, match="there is no room"):
-                            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                            gm.prepare(model, optimizer, states=states, masters=masters)
+        for where, name in places:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            with monkeypatch.context() as patch, pytest.raises(gm.GeminiError, match="there is no room"):
+                patch.setattr(where, name, failing_seventh(getattr(where, name)))
+                gm.prepare(model, optimizer, states=states, masters=masters)
+            for record in () if former else gm.session().records:
+                assert not record.states and record.rule is None
+                assert not gm.session().arenas.counterpart(record.place, "master", torch.float32).read().any()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = gm.prepare(model, optimizer, states=states, masters=masters)
-        if loop is None:
-            loop = Loop.__new__(Loop)
-            loop.number, loop.dtype = 0, torch.bfloat16
-        loop.model, loop.optimizer = model, optimizer
+        loop.model, loop.optimizer = gm.prepare(model, optimizer, states=states, masters=masters)
+        loop.number = 0
         loop.steps(3)
-        results.append([loop.state(), [param.detach().clone() for param in model.parameters()]])
+        results.append((loop.state(), [param.detach().clone() for param in loop.model.parameters()]))
         gm.close(force=True)
-    for plain, again in zip(results[0][1], results[1][1]):
-        assert torch.equal(plain, again)
-    for number, state in results[0][0].items():
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(results[1][0][number][name])), (number, name)
+    (state, params), (again, params_again) = results
+    for one, other in zip(params, params_again):
+        assert torch.equal(one, other)
+    for number, values in state.items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[number][name])), (number, name)

@@ -263,8 +263,8 @@ class Place:
         """Copies the values of a place of as many elements, of any dtype, which may be on the device alone.
 
         They are converted on the device and go to the host from there: for a model of billions of elements the
-        processor would take many seconds. With files, whose budget may be just enough, they stay where they were, and
-        so do chunks beside them.
+        processor would take many seconds. With files they are converted on the host: what comes to the
+        device pushes other chunks away, for which a budget that is just enough may have no room.
         """
         if self.session.manager.config.file_bytes:
             self.write(other.read())
