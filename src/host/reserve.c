@@ -8,7 +8,7 @@
  * First touch also decides where pages lie and takes most of the time (the kernel zeroes them). Large parts are touched
  * by several short-lived threads on the cores near the wanted NUMA nodes; the calling thread works, too.
  *
- * The lock is held through a whole commit or decommit, so these are serialised; nothing else is called in it. */
+ * The lock is not held while pages are touched, so that several parts can be committed at once. */
 #include "host/reserve.h"
 #include "base/clock.h"
 
@@ -45,11 +45,12 @@ enum { THREADS_LIMIT = 64, AGAIN_PAUSE_NS = 1000000 };
 #define ALIGN_BYTES (UINT64_C(1) << 20)  /* as gemini_host_alloc() says; a multiple of the smallest chunk */
 #define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
-#define SHARE_BYTES (UINT64_C(64) << 20) /* for each thread at least: more threads cost more than they save */
+#define SHARE_BYTES \
+  (UINT64_C(64) << 20) /* for each thread at least, unless it stores: more would cost more than they save */
 #define SPARE_BYTES (UINT64_C(256) << 20) /* that the system must have left beside memory that is not needed yet */
 
-/* COMING marks the grains that the current commit adds, so that a failure undoes those and no others. It exists only
- * while the lock is held. */
+/* COMING marks the grains that a commit is adding, so that a failure undoes those and no others, and so that other
+ * commits and decommits of them wait. */
 enum { GRAIN_EMPTY = 0, GRAIN_COMMITTED = 1, GRAIN_COMING = 2 };
 
 struct gmi_reserve {
@@ -63,6 +64,7 @@ struct gmi_reserve {
   bool cpus_known, cpus_near;
   cpu_set_t cpus; /* for touching threads: the process's cores, of these the ones near the nodes if cpus_near */
   char note[240];
+  pthread_cond_t came;      /* grains are COMING no more */
   pthread_mutex_t lock;     /* guards what follows; what precedes does not change after open */
   uint64_t committed_bytes; /* Guarded by lock */
   bool *opened;             /* by section of OPEN_BYTES: it is accessible. Guarded by lock */
@@ -197,6 +199,7 @@ gemini_status_t gmi_reserve_open(const gmi_reserve_config_t *config, gmi_reserve
   }
   if (r->threads > THREADS_LIMIT) r->threads = THREADS_LIMIT;
   pthread_mutex_init(&r->lock, NULL);
+  pthread_cond_init(&r->came, NULL);
   *reserve_out = r;
   return GEMINI_OK;
 }
@@ -204,6 +207,7 @@ gemini_status_t gmi_reserve_open(const gmi_reserve_config_t *config, gmi_reserve
 void gmi_reserve_close(gmi_reserve_t *r) {
   if (!r) return;
   range_unmap(r->base, r->size_bytes, r->page_bytes);
+  pthread_cond_destroy(&r->came);
   pthread_mutex_destroy(&r->lock);
   free(r->opened);
   free(r);
@@ -276,12 +280,13 @@ static void *touch_thread(void *user) {
 }
 
 /* Touches a part with as many threads as there are shares and cores. The calling thread works, too, so a thread that
- * cannot be started only makes it slower. The start of a thread and each page that is touched take the same lock of the
- * process: with 16 threads, parts of 256 MiB come at half the rate of 4 threads. Returns 0 or an errno. */
+ * cannot be started only makes it slower. The start of a thread and MADV_POPULATE_WRITE take the same lock of the
+ * process: with 16 threads, parts of 256 MiB come at half the rate of 4 threads. Threads that store do not wait for
+ * each other. Returns 0 or an errno. */
 static int range_touch(gmi_reserve_t *r, uint8_t *begin, uint64_t bytes, bool stores) {
   touch_t t = { begin, begin + bytes, r->page_bytes, r->cpus_known ? &r->cpus : NULL, stores, 0, 0 };
   pthread_t threads[THREADS_LIMIT];
-  const uint64_t shares = (bytes + SHARE_BYTES - 1) / SHARE_BYTES;
+  const uint64_t share = stores ? SLICE_BYTES : SHARE_BYTES, shares = (bytes + share - 1) / share;
   uint32_t started = 0, wanted = (shares < r->threads ? (uint32_t)shares : r->threads) - 1;
   while (started < wanted && !gmi_thread_start(&threads[started], touch_thread, &t)) started++;
   touch_main(&t);
@@ -329,27 +334,39 @@ static uint64_t run_bytes(const gmi_reserve_t *r, uint64_t first, uint64_t count
   return (end < r->size_bytes ? end : r->size_bytes) - begin; /* the last grain may be short */
 }
 
-/* First loop: mark the empty grains COMING and make their pages exist, run by run, up to the first failure. Second
- * loop: turn COMING into COMMITTED, or, after a failure, give the pages back and turn it into EMPTY. Sections that were
- * made accessible stay so. */
+/* Takes the lock once no other call is adding grains of these. */
+static void grains_lock(gmi_reserve_t *r, uint64_t first, uint64_t last) {
+  pthread_mutex_lock(&r->lock);
+  while (first < last && memchr(r->grains + first, GRAIN_COMING, last - first)) pthread_cond_wait(&r->came, &r->lock);
+}
+
+/* First loop: mark the empty grains COMING. Second loop: make their pages exist, run by run, up to the first failure,
+ * without the lock. Third loop: turn COMING into COMMITTED, or, after a failure, give the pages back and turn it into
+ * EMPTY. Sections that were made accessible stay so. */
 static gemini_status_t part_commit(gmi_reserve_t *r, uint64_t offset, uint64_t size, bool stores) {
   gemini_status_t status = part_check(r, offset, size);
   if (status) return status;
-  uint64_t last = (offset + size + r->grain_bytes - 1) / r->grain_bytes, count;
-  pthread_mutex_lock(&r->lock);
+  const uint64_t first = offset / r->grain_bytes, last = (offset + size + r->grain_bytes - 1) / r->grain_bytes;
+  uint64_t count;
   int error = 0;
-  for (uint64_t at = offset / r->grain_bytes; !error && run_find(r, &at, last, GRAIN_EMPTY, &count); at += count) {
+  grains_lock(r, first, last);
+  for (uint64_t at = first; !error && run_find(r, &at, last, GRAIN_EMPTY, &count); at += count) {
     memset(r->grains + at, GRAIN_COMING, count);
     error = range_open(r, at * r->grain_bytes, run_bytes(r, at, count));
-    if (!error) error = range_touch(r, r->base + at * r->grain_bytes, run_bytes(r, at, count), stores);
   }
-  for (uint64_t at = offset / r->grain_bytes; run_find(r, &at, last, GRAIN_COMING, &count); at += count) {
+  for (uint64_t at = first; !error && run_find(r, &at, last, GRAIN_COMING, &count); at += count) {
+    pthread_mutex_unlock(&r->lock);
+    error = range_touch(r, r->base + at * r->grain_bytes, run_bytes(r, at, count), stores);
+    pthread_mutex_lock(&r->lock);
+  }
+  for (uint64_t at = first; run_find(r, &at, last, GRAIN_COMING, &count); at += count) {
     uint64_t bytes = run_bytes(r, at, count);
     if (error) madvise(r->base + at * r->grain_bytes, bytes, MADV_DONTNEED);
     else r->committed_bytes += bytes;
     memset(r->grains + at, error ? GRAIN_EMPTY : GRAIN_COMMITTED, count);
   }
   uint64_t committed = r->committed_bytes;
+  pthread_cond_broadcast(&r->came);
   pthread_mutex_unlock(&r->lock);
   if (error)
     return gmi_fail(GEMINI_ERR_OOM_HOST, error,
@@ -373,9 +390,10 @@ gemini_status_t gmi_reserve_commit_early(gmi_reserve_t *r, uint64_t offset, uint
 gemini_status_t gmi_reserve_decommit(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
   gemini_status_t status = part_check(r, offset, size);
   if (status) return status;
-  uint64_t last = (offset + size + r->grain_bytes - 1) / r->grain_bytes, count;
-  pthread_mutex_lock(&r->lock);
-  for (uint64_t at = offset / r->grain_bytes; !status && run_find(r, &at, last, GRAIN_COMMITTED, &count); at += count) {
+  const uint64_t first = offset / r->grain_bytes, last = (offset + size + r->grain_bytes - 1) / r->grain_bytes;
+  uint64_t count;
+  grains_lock(r, first, last);
+  for (uint64_t at = first; !status && run_find(r, &at, last, GRAIN_COMMITTED, &count); at += count) {
     uint64_t bytes = run_bytes(r, at, count);
     if (madvise(r->base + at * r->grain_bytes, bytes, MADV_DONTNEED)) {
       status = gmi_fail(GEMINI_ERR_IO, errno, "%" PRIu64 " bytes of host memory could not be given back: %s", bytes,

@@ -58,7 +58,7 @@ bool gmi_reserve_cores(const gmi_reserve_t *reserve, cpu_set_t *cores_out);
 
 /* Makes every page of a part exist. Grains that are committed already keep their bytes. Large parts are touched by
  * several threads. OOM_HOST: the system did not promise or provide the memory; INVALID: not a part of the range;
- * nothing changed. Threads: any; commits and decommits of one reserve are serialised. This call blocks. */
+ * nothing changed. Threads: any; a call waits for others that commit some of the same grains. This call blocks. */
 gemini_status_t gmi_reserve_commit(gmi_reserve_t *reserve, uint64_t offset_bytes, uint64_t size_bytes);
 /* The same for memory that is not needed yet, beside threads that are at work. It is touched by stores, where
  * gmi_reserve_commit() has the kernel make many pages in one call, in which no other thread can change the process's

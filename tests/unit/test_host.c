@@ -323,8 +323,18 @@ static bool readable(const void *address) {
 /* What the system says when the library makes pages exist, and what it finds out about the threads that do. */
 static atomic_int populate_error, populate_error_count, threads_deaf_to_faults, threads_deaf, threads_seen;
 static pthread_t main_thread;
+static _Atomic uintptr_t gated;           /* pages at this address come only when it is 0 */
+static atomic_int waiting_at_gate, fails; /* threads; 1: what waited is refused */
 int madvise(void *base, size_t size, int advice) {
   if (advice == 23 /* MADV_POPULATE_WRITE */) {
+    if (atomic_load(&gated) == (uintptr_t)base) {
+      atomic_fetch_add(&waiting_at_gate, 1);
+      while (atomic_load(&gated)) usleep(100);
+      if (atomic_load(&fails)) {
+        errno = ENOMEM;
+        return -1;
+      }
+    }
     if (!pthread_equal(pthread_self(), main_thread)) {
       sigset_t blocked;
       pthread_sigmask(SIG_SETMASK, NULL, &blocked);
@@ -612,6 +622,52 @@ static void test_reserve_that_the_system_refuses_is_an_error(void) {
   int end = 0;
   CHECK_EQ(waitpid(child, &end, 0), child);
   CHECK_EQ(end, 0);
+}
+
+typedef struct {
+  gmi_reserve_t *r;
+  uint64_t offset, size;
+  bool decommits;
+  gemini_status_t status;
+  atomic_bool ended;
+} commit_t;
+static void *commit_main(void *user) {
+  commit_t *c = user;
+  c->status =
+      c->decommits ? gmi_reserve_decommit(c->r, c->offset, c->size) : gmi_reserve_commit(c->r, c->offset, c->size);
+  atomic_store(&c->ended, true);
+  return NULL;
+}
+
+/* While pages of one part come, others can come as well; who wants the same ones waits, and makes those that did not
+ * come. */
+static void test_reserve_commits_of_several_threads(void) {
+  for (int i = 0; i < 4; i++) {
+    gmi_reserve_t *r = reserve_new(16 * MIB, GMI_RESERVE_SMALL_PAGES, 1, NULL);
+    uint8_t *base = gmi_reserve_base(r);
+    commit_t first = { .r = r, .size = 8 * MIB },
+             second = { .r = r, .offset = 4 * MIB, .size = 8 * MIB, .decommits = i & 1 };
+    pthread_t threads[2];
+    atomic_store(&fails, i / 2);
+    atomic_store(&waiting_at_gate, 0);
+    atomic_store(&gated, (uintptr_t)base);
+    CHECK_EQ(pthread_create(&threads[0], NULL, commit_main, &first), 0);
+    while (!atomic_load(&waiting_at_gate)) usleep(100);
+    CHECK_EQ(pthread_create(&threads[1], NULL, commit_main, &second), 0);
+    CHECK_EQ(gmi_reserve_commit(r, 12 * MIB, 4 * MIB), GEMINI_OK);
+    CHECK_EQ(figures_of(r).committed_bytes, 4 * MIB);
+    usleep(20000);
+    CHECK(!atomic_load(&first.ended) && !atomic_load(&second.ended));
+    atomic_store(&gated, 0);
+    for (int t = 0; t < 2; t++) pthread_join(threads[t], NULL);
+    CHECK_EQ(first.status, atomic_load(&fails) ? GEMINI_ERR_OOM_HOST : GEMINI_OK);
+    CHECK_EQ(second.status, GEMINI_OK);
+    const uint64_t expected[] = { 16, 8, 12, 4 }; /* MiB */
+    gmi_reserve_figures_t f = figures_of(r);
+    CHECK_EQ(f.committed_bytes, expected[i] * MIB);
+    CHECK_EQ(f.resident_bytes, f.committed_bytes);
+    gmi_reserve_close(r);
+  }
 }
 
 static void test_reserve_commits_early_only_what_is_plenty(void) {
@@ -1358,6 +1414,7 @@ int main(void) {
   RUN(test_reserve_is_bound_or_says_why_not);
   RUN(test_reserve_is_not_passed_on_to_children);
   RUN(test_reserve_that_the_system_refuses_is_an_error);
+  RUN(test_reserve_commits_of_several_threads);
   RUN(test_reserve_commits_early_only_what_is_plenty);
   RUN(test_reserve_decommit_of_locked_memory_changes_nothing);
   RUN(test_blocks_of_many_threads_never_overlap_and_all_come_back);
