@@ -745,8 +745,10 @@ GEMINI_API gemini_status_t gemini_release(gemini_manager_t mgr, const gemini_acc
 GEMINI_API gemini_status_t gemini_op_begin_with(gemini_manager_t mgr, const char *name, gemini_stream_t stream,
                                                 gemini_access_t *accesses, uint64_t count) GEMINI_MUST_CHECK;
 /** Brings ranges to their tier (DEVICE, HOST or FILE) soon. It only takes free memory and never evicts, except in
- *  iterations with operators chosen at run time (gemini/chosen.h); where there is none it has no effect. mode is
- *  ignored. Of sharded arenas, this call and the three below are for this rank's slices (gemini/group.h). Since: 0.1 */
+ *  iterations with operators chosen at run time (gemini/chosen.h); where there is none it has no effect. For ranges
+ *  without contents and HOST, a thread commits memory in the order of the accesses; it is given back after an iteration
+ *  in which no memory of the host tier came into use. mode is ignored. Of sharded arenas, this call and the three below
+ *  are for this rank's slices (gemini/group.h). Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hint(gemini_manager_t mgr, const gemini_access_t *accesses, uint64_t count)
     GEMINI_MUST_CHECK;
 /** Moves ranges to their tier (DEVICE, HOST or FILE) now, and evicts for them where needed. Whole chunks move. A chunk

@@ -156,6 +156,11 @@ void gmi_host_home_range(const gmi_manager_t *m, const gmi_arena_t *store, uint6
   *end_out = *begin_out + (count < store->home_count ? count : store->home_count) * gmi_slot_bytes(m);
 }
 
+void gmi_host_expect(gmi_manager_t *m, const gmi_chunk_t *c) {
+  const uint32_t home = home_of(m, c);
+  if (home != GMI_NONE) gmi_ahead_expect(m, home * gmi_slot_bytes(m) / m->host.part_bytes);
+}
+
 /* Finds count adjacent free slots, searching from hint to the end and then from the start; returns the first of them,
  * or GMI_NONE. Skips 64 slots at a time where a word of the map is 0. */
 static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) {
@@ -551,7 +556,7 @@ static void decommit_from(gmi_manager_t *m, uint64_t budget) {
     bool used = false;
     for (uint64_t s = (base + keep) / gmi_slot_bytes(m); s * gmi_slot_bytes(m) < end; s++)
       used |= s >= m->host.slot_count && (m->host.slots[s].chunk || m->host.slots[s].block);
-    if (!used) gmi_host_part_set(m, part, keep); /* a failure keeps the memory committed, which does no harm */
+    if (!used) gmi_host_part_set(m, part, keep, false); /* a failure keeps the memory committed, which does no harm */
   }
 }
 

@@ -83,6 +83,8 @@ void gmi_host_homes(gmi_manager_t *m, const gmi_sizes_t *sizes);
 /* Where the home slots of an arena's chunks are, as far as they have any, in bytes of the range; beyond the budget they
  * wrap around. */
 void gmi_host_home_range(const gmi_manager_t *m, const gmi_arena_t *store, uint64_t *begin_out, uint64_t *end_out);
+/* The chunk, which has no contents, will get some: the memory of its home is committed ahead. Chooses the home. */
+void gmi_host_expect(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Commits and page-locks bytes of the range: the parts that contain them. */
 gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size);
 /* Puts chunks into adjacent slots, moving their bytes and those of chunks in the way. Blocks until the slots involved
@@ -109,7 +111,7 @@ gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c);
 /* chunk/host_memory.c */
 /* Bytes rounded up to the grain (the page size in use), but not above the reservation. */
 uint64_t gmi_host_grains(const gmi_manager_t *m, uint64_t bytes);
-/* Commits and page-locks exactly the first want bytes of a part. */
-gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want);
+/* Commits and page-locks exactly the first want bytes of a part. ready: they are committed. */
+gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want, bool ready);
 
 #endif

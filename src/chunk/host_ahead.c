@@ -2,8 +2,7 @@
  *
  * A part that is not in use is in one of four states. taken() makes others WANTED and queues them; the thread makes
  * one BUSY, and then READY, or NONE again if there is no memory; take() waits for a BUSY one, and hands a READY one
- * over. Between take() and taken() the thread does not begin with another part: the caller needs the reserve's lock
- * then, and as mutexes are not fair, might get it after seconds only.
+ * over.
  *
  * The thread does not page-lock: the driver does that under a lock that it needs for most other calls, too, and while
  * threads locked memory all the time, a caller that mapped frames took several times as long.
@@ -29,8 +28,7 @@ typedef struct gmi_ahead {
   pthread_cond_t wanted, changed; /* something is queued, or closing is set; a part is BUSY no more */
   pthread_t thread;
   bool started, closing;
-  bool held;             /* a caller commits memory */
-  bool used;             /* a part has come into use since the last iteration began */
+  bool used;             /* a part has come into use since the last iteration began, or is expected to */
   bool prepared;         /* a part became READY since all were given back */
   bool failed;           /* the system refused memory: nothing is prepared until the budget changes */
   uint64_t first, count; /* of queue, a ring */
@@ -47,7 +45,7 @@ static void *ahead_main(void *user) {
   gmi_ahead_t *a = user;
   pthread_mutex_lock(&a->lock);
   while (!a->closing) {
-    if (!a->count || a->held) {
+    if (!a->count) {
       pthread_cond_wait(&a->wanted, &a->lock);
       continue;
     }
@@ -112,16 +110,16 @@ static uint64_t row(const gmi_manager_t *m, uint64_t part, int step) {
   return count;
 }
 
-/* Queues a part of the budget, which is not in use, before what is queued already. */
-static void want(gmi_ahead_t *a, uint64_t part) {
+/* Queues a part of the budget, which is not in use, before what is queued already or behind it. */
+static void want(gmi_ahead_t *a, uint64_t part, bool behind) {
   const gmi_manager_t *m = a->m;
   const uint64_t base = part * m->host.part_bytes, budget = gmi_host_grains(m, m->config.host_bytes);
   if (a->failed || base >= budget || a->states[part] != NONE) return;
   if (!a->started && gmi_thread_start(&a->thread, ahead_main, a)) return;
   a->started = true;
   a->bytes[part] = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
-  a->first = (a->first + m->host.part_count - 1) % m->host.part_count;
-  a->queue[a->first] = part;
+  if (!behind) a->first = (a->first + m->host.part_count - 1) % m->host.part_count;
+  a->queue[behind ? (a->first + a->count) % m->host.part_count : a->first] = part;
   a->count++;
   a->states[part] = WANTED;
 }
@@ -145,14 +143,16 @@ static void settle(gmi_ahead_t *a, uint64_t part) {
   gmi_wait_end(a->m, &wait);
 }
 
-void gmi_ahead_take(gmi_manager_t *m, uint64_t part) {
+bool gmi_ahead_take(gmi_manager_t *m, uint64_t part, uint64_t bytes) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
-  a->held = a->used = true;
+  a->used = true;
   if (a->states[part] == WANTED) unqueue(a, part);
   settle(a, part);
+  const bool ready = a->states[part] == READY && a->bytes[part] >= bytes;
   a->states[part] = NONE;
   pthread_mutex_unlock(&a->lock);
+  return ready;
 }
 
 /* Is a part that is not in use the home of chunks? Others have no use yet. */
@@ -175,14 +175,23 @@ static void want_row(gmi_ahead_t *a, uint64_t part) {
   const uint64_t count = up > down ? up : down, step = up > down ? 1 : (uint64_t)-1;
   uint64_t free = 0;
   while (free < count && is_home(a->m, part + (free + 1) * step)) free++;
-  for (; free; free--) want(a, part + free * step); /* the nearest one comes first */
+  for (; free; free--) want(a, part + free * step, false); /* the nearest one comes first */
 }
 
 void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
   if (in_use) want_row(a, part);
-  a->held = false;
+  if (a->count) pthread_cond_signal(&a->wanted);
+  pthread_mutex_unlock(&a->lock);
+}
+
+void gmi_ahead_expect(gmi_manager_t *m, uint64_t part) {
+  gmi_ahead_t *a = m->host.ahead;
+  if (m->host.committed[part]) return;
+  pthread_mutex_lock(&a->lock);
+  want(a, part, true);
+  a->used = true; /* the iteration that needs it may not have begun */
   if (a->count) pthread_cond_signal(&a->wanted);
   pthread_mutex_unlock(&a->lock);
 }

@@ -169,7 +169,7 @@ static void slots_blank(gmi_manager_t *m, uint64_t begin, uint64_t end) {
  * again, with no device work on it under way. The I/O engine's registration of the part as a fixed buffer follows the
  * same steps. Fails without changes when a graph's copies name addresses in the part. If the new lock fails, the old
  * size is restored and locked again. */
-gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want) {
+gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want, bool ready) {
   uint8_t *base = m->host.base + part * m->host.part_bytes;
   uint64_t begin = part * m->host.part_bytes, has = m->host.committed[part];
   gemini_status_t status = GEMINI_OK, changed;
@@ -189,7 +189,8 @@ gemini_status_t gmi_host_part_set(gmi_manager_t *m, uint64_t part, uint64_t want
     gmi_files_buffer(m, base, has, false);
     m->device.ops->memory.host_unlock(m->device.self, base, has);
   }
-  changed = want > has   ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
+  changed = ready        ? GEMINI_OK
+            : want > has ? gmi_reserve_commit(m->host.reserve, begin + has, want - has)
             : want < has ? gmi_reserve_decommit(m->host.reserve, begin + want, has - want)
                          : GEMINI_OK;
   uint64_t now = changed ? has : want;
@@ -217,8 +218,8 @@ gemini_status_t gmi_host_commit(gmi_manager_t *m, uint64_t begin, uint64_t size)
     uint64_t base = part * m->host.part_bytes, has = m->host.committed[part];
     if (base + has >= begin + size || has == m->host.part_bytes) continue;
     uint64_t want = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
-    gmi_ahead_take(m, part);
-    gemini_status_t status = gmi_host_part_set(m, part, want);
+    const bool ready = gmi_ahead_take(m, part, want);
+    gemini_status_t status = gmi_host_part_set(m, part, want, ready);
     gmi_ahead_taken(m, part, !status);
     if (status) return status;
   }

@@ -122,8 +122,9 @@ static gemini_status_t hint_chunk(gmi_manager_t *m, gmi_chunk_t *c, uint32_t tie
     status = gmi_chunk_fetch(m, c, false, GEMINI_REASON_CALLER, pass ? GMI_TAKE_CACHED : 0);
     if (status == GEMINI_ERR_OOM_DEVICE) status = GEMINI_OK;
   } else if (tier == GEMINI_TIER_HOST && (gmi_chunk_has_slot(c) || room >= gmi_slot_bytes(m)) &&
-             !gmi_chunk_has_writers(c) && !gmi_chunk_has(c, GMI_VALID_ZERO)) {
-    status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
+             !gmi_chunk_has_writers(c)) {
+    if (gmi_chunk_has(c, GMI_VALID_ZERO)) gmi_host_expect(m, c);
+    else status = gmi_chunk_to_host(m, c, false, GEMINI_REASON_CALLER);
   } else if (tier == GEMINI_TIER_FILE && m->file.store && !acquired && !gmi_chunk_is_pinned(c) &&
              (gmi_chunk_has_slot(c) || room >= gmi_slot_bytes(m) || !gmi_chunk_has_only(c, GMI_VALID_DEVICE))) {
     status = gmi_chunk_to_file(m, c, GEMINI_REASON_CALLER);

@@ -6,7 +6,9 @@
 #include "core/manager.h"
 #include "host/reserve.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 
 #include "../seed.h"
 #include "tiers_world.h"
@@ -33,12 +35,29 @@ static gemini_status_t counted_unlock(void *self, void *base, uint64_t size_byte
 }
 static gmi_device_ops_t counting;
 
+/* The thread reads the system's limits before it commits a part. */
+static pthread_t main_thread;
+static uint8_t *_Atomic watched; /* the host tier's range */
+static atomic_bool gated, in_order;
+static bool is_resident(uint64_t part) {
+  unsigned char there = 0;
+  return !mincore(atomic_load(&watched) + part * PART, 1, &there) && there & 1;
+}
+int open(const char *path, int flags, ...) {
+  if (atomic_load(&watched) && !pthread_equal(pthread_self(), main_thread)) {
+    while (atomic_load(&gated)) sleep_us(100);
+    if ((is_resident(1) && !is_resident(61)) || (is_resident(49) && !is_resident(48))) atomic_store(&in_order, false);
+  }
+  return (int)syscall(SYS_openat, AT_FDCWD, path, flags, 0600);
+}
+
+static gemini_arena_t arena;
+
 /* A manager of small chunks, and an arena whose chunks have the first home_bytes of the budget as their homes. */
 static gemini_manager_t world_of(uint64_t host_bytes, uint64_t home_bytes, gmi_manager_t **m_out) {
   gemini_config_t c = GEMINI_CONFIG_INIT;
   gemini_arena_config_t config = GEMINI_ARENA_CONFIG_INIT;
   gemini_manager_t mgr;
-  gemini_arena_t arena;
   uint64_t offset, begin, end;
   c.device_bytes = 4 * MIB, c.host_bytes = host_bytes, c.chunk_bytes = 65536;
   CHECK_OK(gemini_manager_open(&c, &mgr));
@@ -197,6 +216,74 @@ static void test_only_homes_are_ahead(void) {
   end_of(mgr);
 }
 
+static void hint(gemini_manager_t mgr, uint64_t first, uint64_t parts) {
+  gemini_access_t a = gemini_arena_access(arena, first * PART, parts * PART, GEMINI_READ, GEMINI_TIER_HOST);
+  CHECK_OK(gemini_hint(mgr, &a, 1));
+}
+
+/* What a caller says will get contents is ahead, without taking a slot, until an iteration does not need it. */
+static void test_what_is_expected_is_ahead(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
+  hint(mgr, 20, 30);
+  CHECK_EQ(m->host.used, 0);
+  CHECK_EQ(ahead(m), 30);
+  hint(mgr, 20, 30);
+  CHECK_OK(use(m, 25));
+  CHECK_OK(use(m, 49));
+  hint(mgr, 25, 1); /* in use */
+  CHECK_EQ(ahead(m), 28);
+  check_memory(m);
+  for (int i = 0; i < 3; i++) {
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_EQ(ahead(m), i < 2 ? 28 - i : 0);
+    if (i == 0) CHECK_OK(use(m, 30));
+    CHECK_OK(gemini_iteration_end(mgr));
+  }
+  hint(mgr, 0, 2); /* before an iteration begins, which uses none */
+  CHECK_EQ(ahead(m), 2);
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_EQ(ahead(m), i ? 0 : 2);
+    CHECK_OK(gemini_iteration_end(mgr));
+  }
+  check_memory(m);
+  end_of(mgr);
+}
+
+/* What has contents comes to the host itself, as far as its bytes are not there. */
+static void test_what_has_contents_is_not_expected(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
+  gemini_access_t a = gemini_arena_access(arena, 7 * PART, 100, GEMINI_WRITE, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_acquire(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_OK(gemini_release(mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(m->host.used, 0);
+  hint(mgr, 7, 1);
+  CHECK_EQ(ahead(m), 0);
+  CHECK_EQ(m->host.committed[7], PART);
+  CHECK_EQ(m->host.used, 65536);
+  end_of(mgr);
+}
+
+/* What follows what is in use comes before what is expected. */
+static void test_what_is_expected_comes_last(void) {
+  gmi_manager_t *m;
+  gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
+  atomic_store(&gated, true);
+  atomic_store(&in_order, true);
+  main_thread = pthread_self();
+  atomic_store(&watched, m->host.base);
+  hint(mgr, 0, 50); /* the thread has taken the first part, or will */
+  CHECK_OK(use(m, 58));
+  CHECK_OK(use(m, 59)); /* 60 and 61 are wanted */
+  atomic_store(&gated, false);
+  CHECK_EQ(ahead(m), 52);
+  atomic_store(&watched, NULL);
+  CHECK(atomic_load(&in_order));
+  end_of(mgr);
+}
+
 static void test_nothing_is_ahead_of_another_budget(void) {
   gmi_manager_t *m;
   gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
@@ -291,6 +378,9 @@ int main(void) {
   RUN(test_what_is_needed_now_comes_next);
   RUN(test_only_homes_are_ahead);
   RUN(test_what_is_not_used_is_given_back);
+  RUN(test_what_is_expected_is_ahead);
+  RUN(test_what_has_contents_is_not_expected);
+  RUN(test_what_is_expected_comes_last);
   RUN(test_nothing_is_ahead_of_another_budget);
   RUN(test_a_lock_that_is_refused_is_tried_again);
   RUN(test_memory_that_is_refused_is_not_asked_for_ahead_again);

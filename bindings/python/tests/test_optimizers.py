@@ -5,6 +5,9 @@ SPDX-License-Identifier: Apache-2.0
 
 import collections
 import gc
+import pathlib
+import re
+import time
 import types
 
 import pytest
@@ -1380,3 +1383,24 @@ def test_views_of_a_gradient_are_not_the_gradient(session):
     model[0].bias.grad.view(torch.int32).mul_(2)
     assert torch.equal(model[0].bias.grad.view(torch.int32), bias.view(torch.int32).mul(2))
     assert torch.equal(model[0].weight.grad.t().mul_(2.0).t(), weight * 2)
+
+
+def resident():
+    return int(re.search(r"VmRSS:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+
+
+@pytest.mark.parametrize("device_memory, ahead", [("10MiB", True), ("160MiB", False)])
+def test_the_memory_of_states_comes_ahead_of_the_first_step_where_the_device_has_no_room(session, device_memory, ahead):
+    with session(device_memory):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+    states = 2 * sum(param.nbytes for param in model.parameters())
+    model(torch.randn(1, 1024)).sum().backward()  # the parameters have their places
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before, deadline = resident(), time.monotonic() + (20 if ahead else 0.5)
+    model, optimizer = gm.prepare(model, optimizer)
+    while resident() - before < states * 0.9 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    grown = resident() - before
+    assert grown > states * 0.9 if ahead else grown < states * 0.3
+    assert gm.stats()["used_bytes"]["host"] <= gm.stats()["model_bytes"] - states  # the states have no contents yet

@@ -93,6 +93,10 @@ class AdamwRule:
             self.arenas.setdefault(record.place.arena, []).append(record)
         for records in self.arenas.values():
             records.sort(key=lambda record: record.place.offset)
+        if before:
+            self.session.arenas.expect(
+                place for record in before for kind, place in record.states.items() if kind != "master" or record.split
+            )
 
     def splits_master(self, record):
         """Whether a parameter gets a split master. Raises GeminiError if it should, and cannot."""
