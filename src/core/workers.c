@@ -63,8 +63,11 @@ typedef struct gmi_workers {
   char failure_text[440]; /* in words */
   bool stop;
   uint32_t thread_count;
-  double ns_per_element; /* of an update and one worker, running mean */
-  uint64_t samples;
+  struct {
+    uint64_t elements;
+    double ns;
+  } updated, begun[2]; /* by slices of updates, all in all; at the begins of the last iteration but one, and the last */
+  double ns_per_element; /* of an update and one worker, when it was last asked for */
   gmi_manager_t *m;
   bool bound; /* to these cores */
   cpu_set_t cores;
@@ -254,14 +257,13 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   uint64_t begin = m->device.ops->now(m->device.self);
   gmi_span_run(m, job->fn, job->try_fn, job->user, &span, job->attempt);
   uint64_t end = m->device.ops->now(m->device.self);
-  double ns = (double)(end - begin) / (double)count;
   pthread_mutex_lock(&l->lock);
   job->done_elements += count;
   if (l->recording && l->interval_count < INTERVALS_LIMIT)
     l->intervals[l->interval_count++] = (gmi_workers_interval_t){ begin, end, worker, job->norm };
   if (job->norm) return;
-  l->samples++;
-  l->ns_per_element += (ns - l->ns_per_element) / (double)(l->samples < 64 ? l->samples : 64);
+  l->updated.elements += count;
+  l->updated.ns += (double)(end - begin);
 }
 
 /* Gives up a reference. Called with the lock held. */
@@ -490,10 +492,24 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
   pthread_mutex_unlock(&l->lock);
 }
 
+void gmi_workers_iteration(gmi_manager_t *m) {
+  gmi_workers_t *l = m->update.workers;
+  (void)gmi_workers_ns_per_element(m);
+  pthread_mutex_lock(&l->lock);
+  l->begun[0] = l->begun[1];
+  l->begun[1] = l->updated;
+  pthread_mutex_unlock(&l->lock);
+}
+
+/* The slices of part of an iteration are not like the others: those beside the backward pass share the memory with its
+ * copies. */
 double gmi_workers_ns_per_element(gmi_manager_t *m) {
-  pthread_mutex_lock(&m->update.workers->lock);
-  double ns = m->update.workers->ns_per_element;
-  pthread_mutex_unlock(&m->update.workers->lock);
+  gmi_workers_t *l = m->update.workers;
+  pthread_mutex_lock(&l->lock);
+  const uint64_t elements = l->updated.elements - l->begun[0].elements;
+  if (elements) l->ns_per_element = (l->updated.ns - l->begun[0].ns) / (double)elements;
+  const double ns = l->ns_per_element;
+  pthread_mutex_unlock(&l->lock);
   return ns;
 }
 

@@ -80,7 +80,10 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
  * thread, no lock. */
 void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
                   const gemini_update_span_t *span, gmi_attempt_t *attempt);
-double gmi_workers_ns_per_element(gmi_manager_t *m); /* of updates */
+void gmi_workers_iteration(gmi_manager_t *m); /* an iteration begins */
+/* The mean of one worker since the last iteration but one began; before that if there was no update since. 0: there was
+ * none. */
+double gmi_workers_ns_per_element(gmi_manager_t *m);
 /* Of an update; permanent, as the bytes are wrong from then on. PEER, with the rank's name, if a group has failed, too,
  * as the work that an update waited for was the group's. The manager's lock. */
 gemini_status_t gmi_workers_failure(gmi_manager_t *m);

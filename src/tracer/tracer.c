@@ -15,6 +15,7 @@
 #include "chunk/accesses.h"
 #include "chunk/arena.h"
 #include "chunk/host.h"
+#include "core/workers.h"
 #include "tracer/variants.h"
 
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
@@ -155,6 +156,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->begun_ns = now;
   m->bracket.iteration_open = true;
   if (atomic_load(&m->cut.chunk_bytes)) gmi_host_iteration(m);
+  gmi_workers_iteration(m);
   t->iteration++;
   gmi_trace_clear(&t->record);
   t->resolved = t->stall_count = t->op_index = 0;
@@ -399,7 +401,7 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
       v->planned_runs++;
       t->now.step.plan = v->plan, t->now.step.variant = index;
       t->now.step.took = m->stats.committed_elements > t->now.committed;
-      t->now.step.settled = v->plan_runs++ > 0;
+      t->now.step.nth = v->plan_runs++;
       learn_ahead(m, v);
     }
   }

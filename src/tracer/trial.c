@@ -7,7 +7,10 @@
  * A step is measured from the begin of its first op to that of the next iteration's, on the stream of the ops. What
  * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, never shorter; so
  * the shortest of the newest steps are compared. A step waits for updates that the one before has left to it. So the
- * first one under a plan says nothing of it: it may be shorter or longer than all that follow. */
+ * first two under a plan say little of it: the first waits for those of another plan, or for none, and as it moves
+ * what that plan has left elsewhere, it may leave fewer to the second than any later one does. A plan of which only
+ * these are known does not come back for good, but to be compared with the one that took its place; and only if it
+ * seems to be better by the longer of them. */
 #include <string.h>
 
 #include "tracer/variants.h"
@@ -63,12 +66,34 @@ static bool is_slower(uint64_t ns, uint64_t before_ns) {
   return before_ns && ns > before_ns && ns - before_ns > TRIAL_NS && ns - before_ns > before_ns / TRIAL_SHARE;
 }
 
+static void add_step(steps_t *steps, const step_t *step, uint64_t ns) {
+  if (step->nth < 2 && ns > steps->opening[step->took]) steps->opening[step->took] = ns;
+  if (step->nth >= 2) steps->ns[step->took][steps->count[step->took]++ % TRIAL_STEPS] = ns;
+}
+/* 0: none was measured. */
+static uint64_t shortest_step(const steps_t *steps, bool took) {
+  uint64_t shortest = 0;
+  for (int i = 0; i < TRIAL_STEPS; i++) {
+    const uint64_t ns = steps->ns[took][i];
+    if (ns && (!shortest || ns < shortest)) shortest = ns;
+  }
+  return shortest;
+}
+
 /* The plan becomes the variant's, whose own is gone, and no plan can come back. */
 static void take(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
   gmi_tracer_t *t = m->trace.tracer;
   gmi_tracer_trial_drop(v);
   if (t->entered == (uint32_t)(v - t->variants)) t->entered = GMI_NONE;
   gmi_tracer_take_plan(m, v, bundle);
+}
+
+/* The plan becomes the variant's, whose own may come back. Returns the number of that one. */
+static uint64_t try_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t *bundle) {
+  const former_plan_t former = take_former(v);
+  take(m, v, bundle);
+  v->trial.before = former;
+  return former.number;
 }
 
 void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
@@ -80,46 +105,41 @@ void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
   if (v->trial.before.bundle.made || v->trial_lost || v->reads_only || v->still || v->planned_runs > TRIAL_RUNS ||
       has_collectives(&v->bundle) || gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle))
     return;
-  if (!is_slower(v->bundle.plan.predicted_ns, bundle.plan.predicted_ns)) {
+  /* It has to promise a shorter step than the plan does, and than the plan's steps are: that the model takes these for
+   * longer is no reason to leave it. */
+  const uint64_t took_ns = shortest_step(&v->trial.steps, m->trace.tracer->now.step.took);
+  if (!is_slower(v->bundle.plan.predicted_ns, bundle.plan.predicted_ns) ||
+      (took_ns && !is_slower(took_ns, bundle.plan.predicted_ns))) {
     gmi_plan_bundle_free(&bundle);
     return;
   }
-  const former_plan_t former = take_former(v);
-  take(m, v, &bundle);
-  v->trial.before = former;
+  const uint64_t before_ns = v->bundle.plan.predicted_ns, before = try_plan(m, v, &bundle);
   gmi_log(m, GEMINI_LOG_INFO,
           "plan %llu is tried: with the newest times it predicts a step of %.6f s, plan %llu %.6f s",
-          (unsigned long long)v->plan, (double)bundle.plan.predicted_ns * 1e-9, (unsigned long long)former.number,
-          (double)former.bundle.plan.predicted_ns * 1e-9);
+          (unsigned long long)v->plan, (double)bundle.plan.predicted_ns * 1e-9, (unsigned long long)before,
+          (double)before_ns * 1e-9);
 }
 
-static void add_step(settled_steps_t *steps, bool took, uint64_t ns) {
-  steps->ns[took][steps->count[took]++ % TRIAL_STEPS] = ns;
-}
-/* 0: none was measured. */
-static uint64_t shortest_step(const settled_steps_t *steps, bool took) {
-  uint64_t shortest = 0;
-  for (int i = 0; i < TRIAL_STEPS; i++) {
-    const uint64_t ns = steps->ns[took][i];
-    if (ns && (!shortest || ns < shortest)) shortest = ns;
-  }
-  return shortest;
-}
-
-/* The plan before comes back, with the newest times. */
-static void return_to_before(gmi_manager_t *m, variant_t *v, bool took) {
+/* The plan before comes back, with the newest times; for good, unless only its first two steps are known. */
+static void return_to_before(gmi_manager_t *m, variant_t *v, bool took, bool for_good) {
   former_plan_t *before = &v->trial.before;
   gmi_plan_bundle_t bundle = before->bundle;
-  gmi_log(m, GEMINI_LOG_INFO, "plan %llu comes back: its steps took %.6f s, those of plan %llu take %.6f s",
-          (unsigned long long)before->number, (double)shortest_step(&before->steps, took) * 1e-9,
+  gmi_log(m, GEMINI_LOG_INFO, "plan %llu %s: its %s took %.6f s, those of plan %llu take %.6f s",
+          (unsigned long long)before->number, for_good ? "comes back" : "is tried again",
+          for_good ? "steps" : "first steps",
+          (double)(for_good ? shortest_step(&before->steps, took) : before->steps.opening[took]) * 1e-9,
           (unsigned long long)v->plan, (double)shortest_step(&v->trial.steps, took) * 1e-9);
   before->bundle = (gmi_plan_bundle_t){ 0 };
-  gmi_plan_bundle_free(&v->bundle);
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &bundle);
   (void)gmi_plan_simulate(&bundle.input, &bundle.plan); /* if it fails, the plan predicts what it did before */
-  take(m, v, &bundle);
-  v->trial_lost = true;
+  if (for_good) {
+    gmi_plan_bundle_free(&v->bundle);
+    take(m, v, &bundle);
+    v->trial_lost = true;
+  } else {
+    (void)try_plan(m, v, &bundle);
+  }
 }
 
 void gmi_tracer_trial_measure(gmi_manager_t *m) {
@@ -127,14 +147,16 @@ void gmi_tracer_trial_measure(gmi_manager_t *m) {
   const step_t step = t->plans.last, next = t->now.step;
   t->plans.last = next;
   t->now.step = (step_t){ 0 };
-  if (!step.plan || !step.settled || !step.first_ns || next.first_ns <= step.first_ns) return;
+  if (!step.plan || !step.first_ns || next.first_ns <= step.first_ns) return;
   variant_t *v = &t->variants[step.variant];
   const uint64_t ns = next.first_ns - step.first_ns;
-  if (step.plan == v->trial.before.number) add_step(&v->trial.before.steps, step.took, ns);
+  if (step.plan == v->trial.before.number) add_step(&v->trial.before.steps, &step, ns);
   if (step.plan != v->plan) return;
-  add_step(&v->trial.steps, step.took, ns);
-  if (!v->trial.before.bundle.made || v->trial.steps.count[step.took] < TRIAL_STEPS) return;
-  if (is_slower(shortest_step(&v->trial.steps, step.took), shortest_step(&v->trial.before.steps, step.took)))
-    return_to_before(m, v, step.took);
+  const steps_t *before = &v->trial.before.steps, *now = &v->trial.steps;
+  add_step(&v->trial.steps, &step, ns);
+  if (!v->trial.before.bundle.made || now->count[step.took] < TRIAL_STEPS) return;
+  const uint64_t settled_ns = shortest_step(before, step.took);
+  if (is_slower(shortest_step(now, step.took), settled_ns ? settled_ns : before->opening[step.took]))
+    return_to_before(m, v, step.took, settled_ns != 0);
   else drop_former(v);
 }

@@ -37,17 +37,18 @@ enum { AHEAD_PATIENCE = 4, AHEAD_DOUBTS = 6 };
  * anyway. TRIAL_RUNS: after 4, 8, ... planned iterations, up to these, a plan is sought that is better by so much. */
 enum { TRIAL_STEPS = 3, TRIAL_SHARE = 32, TRIAL_NS = 1000000, TRIAL_RUNS = 64 };
 
-/* The newest settled steps under a plan, by step_t.took. */
+/* Steps under a plan, by step_t.took. Settled are those from the third on. */
 typedef struct {
-  uint64_t ns[2][TRIAL_STEPS]; /* step i is at i % TRIAL_STEPS; 0: none yet */
-  uint32_t count[2];
-} settled_steps_t;
+  uint64_t ns[2][TRIAL_STEPS]; /* of the newest settled ones; the i-th is at i % TRIAL_STEPS. 0: none yet */
+  uint32_t count[2];           /* of settled ones */
+  uint64_t opening[2];         /* of the first two, the longer one; 0: unknown */
+} steps_t;
 
 /* A plan that gave way to another one. */
 typedef struct {
   gmi_plan_bundle_t bundle;
   uint64_t number; /* as gmi_tracer_t.plans.count counts them */
-  settled_steps_t steps;
+  steps_t steps;
 } former_plan_t;
 
 /* A variant: a kind of iteration. Invariants: used is false if and only if the record is zeroed; bundle.made and
@@ -75,12 +76,12 @@ typedef struct {
     uint32_t doubt;         /* how often they were expected in vain */
     bool planned;           /* trace.ahead when its plan was made or came back */
   } ahead;
-  uint64_t plan;           /* the number of its plan, as gmi_tracer_t.plans.count counts them; 0: none */
-  uint64_t plan_runs;      /* iterations that followed this plan to their end */
-  bool trial_lost;         /* a plan before has come back: no other one is tried */
-  struct {                 /* the plan and the one before it, compared; see trial.c */
-    former_plan_t before;  /* before.bundle.made: it may come back */
-    settled_steps_t steps; /* under this plan */
+  uint64_t plan;          /* the number of its plan, as gmi_tracer_t.plans.count counts them; 0: none */
+  uint64_t plan_runs;     /* iterations that followed this plan to their end */
+  bool trial_lost;        /* a plan before has come back: no other one is tried */
+  struct {                /* the plan and the one before it, compared; see trial.c */
+    former_plan_t before; /* before.bundle.made: it may come back */
+    steps_t steps;        /* under this plan */
   } trial;
 } variant_t;
 
@@ -90,7 +91,7 @@ typedef struct {
   uint64_t plan;     /* the number of the plan that it followed to its end; 0: of none */
   uint32_t variant;  /* whose plan */
   bool took;         /* it took over results computed ahead */
-  bool settled; /* the iteration before followed the same plan: the updates that it left to this one are the plan's */
+  uint64_t nth;      /* iterations that had followed that plan before */
 } step_t;
 
 typedef struct { /* the times of an op, read when its end has been reached (gmi_tracer_resolve()) */

@@ -78,6 +78,45 @@ static void test_drain_waits_for_the_jobs_before_it_and_no_others(void) {
   OK(gemini_manager_close(mgr));
 }
 
+/* ---- the rate */
+/* A job of so many elements that takes so many milliseconds has been done. */
+static void nap_of(gmi_manager_t *m, uint64_t elements, long ms) {
+  static _Atomic int done;
+  nap_t n = { ms, &done };
+  gmi_job_t *job = nap_job(&n);
+  job->span.element_count = elements;
+  gmi_workers_push(m, job);
+  gmi_workers_drain(m, "test");
+}
+/* Naps take what they are to take, or longer: up to LATE times as long counts as that. */
+enum { LATE = 10, MS = 1000000 /* ns */ };
+static void check_rate(gmi_manager_t *m, double ns) {
+  const double is = gmi_workers_ns_per_element(m);
+  if (is < ns || is > LATE * ns) fprintf(stderr, "%g ns, expected %g\n", is, ns);
+  CHECK(is >= ns && is <= LATE * ns);
+}
+static void test_the_rate_is_that_of_the_last_two_iterations(void) {
+  gemini_arena_t arena;
+  gemini_manager_t mgr = open_manager(1, &arena);
+  gmi_manager_t *m = gmi_manager_get(mgr);
+  CHECK(gmi_workers_ns_per_element(m) == 0);
+  gmi_workers_iteration(m);
+  nap_of(m, 10, 50);
+  check_rate(m, 5 * MS);
+  gmi_workers_iteration(m);
+  check_rate(m, 5 * MS);
+  for (int i = 0; i < 2; i++) nap_of(m, 1000, 2); /* elements count, not slices */
+  check_rate(m, 54.0 / 2010 * MS);
+  gmi_workers_iteration(m);
+  check_rate(m, 0.002 * MS);
+  gmi_workers_iteration(m);
+  check_rate(m, 0.002 * MS);
+  nap_of(m, 1, 20);
+  for (int i = 0; i < 3; i++) gmi_workers_iteration(m); /* nothing was updated in the last two */
+  check_rate(m, 20 * MS);
+  OK(gemini_manager_close(mgr));
+}
+
 /* ---- priority */
 static void note_nice(void *user, const gemini_update_span_t *span) {
   (void)span;
@@ -389,6 +428,7 @@ static void test_workers_run_on_the_cores_near_the_host_memory(void) {
 
 int main(void) {
   RUN(test_drain_waits_for_the_jobs_before_it_and_no_others);
+  RUN(test_the_rate_is_that_of_the_last_two_iterations);
   RUN(test_workers_give_way_to_other_threads);
   RUN(test_jobs_on_one_slot_run_in_their_order);
   RUN(test_what_is_used_soonest_overtakes);
