@@ -1404,3 +1404,25 @@ def test_the_memory_of_states_comes_ahead_of_the_first_step_where_the_device_has
     grown = resident() - before
     assert grown > states * 0.9 if ahead else grown < states * 0.3
     assert gm.stats()["used_bytes"]["host"] <= gm.stats()["model_bytes"] - states  # the states have no contents yet
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_parameters_without_elements_have_no_memory_to_wait_for(session, states):
+    class Holes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(1024, 1024)
+            self.hole = nn.Parameter(torch.empty(0, 7))
+            self.last = nn.Linear(1024, 1024)
+
+        def forward(self, x):
+            return self.last(self.first(x)) + self.hole.sum()
+
+    with session("10MiB"):
+        model = Holes()
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), states=states)
+    assert gm.stats()["model_bytes"] > 10 << 20
+    before = model.last.weight.detach().clone()
+    model(torch.randn(1, 1024)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.last.weight, before)

@@ -79,6 +79,9 @@ class AdamwRule:
                     ended.append(self.split_master(record))
                 elif record.place.dtype != torch.float32:
                     master_place(self.session, record)
+            self.session.arenas.expect(
+                place for record in before for kind, place in record.states.items() if kind != "master" or record.split
+            )
         except BaseException:
             for record, states in before.items():
                 for kind, place in record.states.items():
@@ -93,10 +96,6 @@ class AdamwRule:
             self.arenas.setdefault(record.place.arena, []).append(record)
         for records in self.arenas.values():
             records.sort(key=lambda record: record.place.offset)
-        if before:
-            self.session.arenas.expect(
-                place for record in before for kind, place in record.states.items() if kind != "master" or record.split
-            )
 
     def splits_master(self, record):
         """Whether a parameter gets a split master. Raises GeminiError if it should, and cannot."""

@@ -471,12 +471,13 @@ class Arenas:
 
     def expect(self, places: typing.Iterable[Place]) -> None:
         """Has host memory committed for places that will get their first contents, unless all fits on the device."""
+        accesses = [place.access(abi.READ, abi.TIER_HOST) for place in places if place.elements]
+        if not accesses:
+            return
         stats = abi.Stats()
         self.session.lib.stats(self.session.handle, stats)
-        if stats.model_bytes <= self.session.manager.config.device_bytes:
-            return
-        accesses = [place.access(abi.READ, abi.TIER_HOST) for place in places]
-        self.session.lib.hint(self.session.handle, (abi.Access * len(accesses))(*accesses), len(accesses))
+        if stats.model_bytes > self.session.manager.config.device_bytes:
+            self.session.lib.hint(self.session.handle, (abi.Access * len(accesses))(*accesses), len(accesses))
 
     def gradients_discard(self) -> None:
         """Nobody wants the bytes of any gradient: they do not go to the host. Late updates still read them."""
