@@ -490,9 +490,9 @@ def failing_seventh(inner):
     return call
 
 
-@pytest.mark.parametrize("former", (False, True))
+@pytest.mark.parametrize("former, in_backward", ((False, False), (True, False), (False, True)))
 @pytest.mark.parametrize("states, masters", [("fp32", "fp32"), *NARROW])
-def test_prepare_can_be_tried_again(session, monkeypatch, states, masters, former):
+def test_prepare_can_be_tried_again(session, monkeypatch, states, masters, former, in_backward):
     """When there was no room for all states, those that were made are gone; and a former optimizer's copies are not."""
     fail_in = [(narrow, "state_place")]
     if masters == "fp32" and not former:  # fp32 copies are made, too
@@ -511,12 +511,17 @@ def test_prepare_can_be_tried_again(session, monkeypatch, states, masters, forme
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             with monkeypatch.context() as patch, pytest.raises(gm.GeminiError, match="there is no room"):
                 patch.setattr(where, name, failing_seventh(getattr(where, name)))
-                gm.prepare(model, optimizer, states=states, masters=masters)
+                gm.prepare(model, optimizer, step_in_backward=in_backward, states=states, masters=masters)
             for record in () if former else gm.session().records:
                 assert not record.states and record.rule is None
                 assert not gm.session().arenas.counterpart(record.place, "master", torch.float32).read().any()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loop.model, loop.optimizer = gm.prepare(model, optimizer, states=states, masters=masters)
+        if places and in_backward:
+            with pytest.raises(gm.GeminiError, match="set step_in_backward in this one, too"):
+                gm.prepare(model, optimizer, states=states, masters=masters)
+        loop.model, loop.optimizer = gm.prepare(
+            model, optimizer, step_in_backward=in_backward, states=states, masters=masters
+        )
         loop.number = 0
         loop.steps(3)
         results.append((loop.state(), [param.detach().clone() for param in loop.model.parameters()]))

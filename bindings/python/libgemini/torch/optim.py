@@ -107,12 +107,17 @@ class Optimizer(torch.optim.Optimizer):
                 f"is a {type(inner).__name__}"
             )
         for record in self.records:
-            if record.early:
+            if record.early and record.rule:
                 raise GeminiError(
                     f"parameter {record.name} is updated in the backward pass, by the optimizer that was prepared "
                     "first, and cannot have another one"
                 )
-            if step_in_backward and record.trainable:
+            if record.early and not step_in_backward:  # the prepare() that attached it failed
+                raise GeminiError(
+                    f"parameter {record.name} has its gradient in its own bytes, since a prepare() with "
+                    "step_in_backward=True that failed: set step_in_backward in this one, too"
+                )
+            if step_in_backward and record.trainable and not record.early:
                 raise GeminiError(
                     "step_in_backward has to be known when the model is prepared: give it to the first prepare()"
                 )
