@@ -30,7 +30,7 @@ typedef struct gmi_ahead {
   bool started, closing;
   bool used;             /* a part has come into use since the last iteration began, or is expected to */
   bool prepared;         /* a part became READY since all were given back */
-  bool failed;           /* the system refused memory: nothing is prepared until the budget changes */
+  bool failed;           /* the system refused memory: nothing is prepared until an iteration begins */
   uint64_t first, count; /* of queue, a ring */
   uint64_t *queue;       /* [part_count] of the WANTED parts, in the order in which they came */
   uint64_t *bytes;       /* [part_count] what is committed at the start of a part that is not NONE */
@@ -110,18 +110,20 @@ static uint64_t row(const gmi_manager_t *m, uint64_t part, int step) {
   return count;
 }
 
-/* Queues a part of the budget, which is not in use, before what is queued already or behind it. */
-static void want(gmi_ahead_t *a, uint64_t part, bool behind) {
+/* Queues a part of the budget, which is not in use, before what is queued already or behind it. Returns whether it was
+ * not known yet. */
+static bool want(gmi_ahead_t *a, uint64_t part, bool behind) {
   const gmi_manager_t *m = a->m;
   const uint64_t base = part * m->host.part_bytes, budget = gmi_host_grains(m, m->config.host_bytes);
-  if (a->failed || base >= budget || a->states[part] != NONE) return;
-  if (!a->started && gmi_thread_start(&a->thread, ahead_main, a)) return;
+  if (a->failed || base >= budget || a->states[part] != NONE) return false;
+  if (!a->started && gmi_thread_start(&a->thread, ahead_main, a)) return false;
   a->started = true;
   a->bytes[part] = budget - base < m->host.part_bytes ? budget - base : m->host.part_bytes;
   if (!behind) a->first = (a->first + m->host.part_count - 1) % m->host.part_count;
   a->queue[behind ? (a->first + a->count) % m->host.part_count : a->first] = part;
   a->count++;
   a->states[part] = WANTED;
+  return true;
 }
 
 static void unqueue(gmi_ahead_t *a, uint64_t part) {
@@ -175,7 +177,7 @@ static void want_row(gmi_ahead_t *a, uint64_t part) {
   const uint64_t count = up > down ? up : down, step = up > down ? 1 : (uint64_t)-1;
   uint64_t free = 0;
   while (free < count && is_home(a->m, part + (free + 1) * step)) free++;
-  for (; free; free--) want(a, part + free * step, false); /* the nearest one comes first */
+  for (; free; free--) (void)want(a, part + free * step, false); /* the nearest one comes first */
 }
 
 void gmi_ahead_taken(gmi_manager_t *m, uint64_t part, bool in_use) {
@@ -190,8 +192,7 @@ void gmi_ahead_expect(gmi_manager_t *m, uint64_t part) {
   gmi_ahead_t *a = m->host.ahead;
   if (m->host.committed[part]) return;
   pthread_mutex_lock(&a->lock);
-  want(a, part, true);
-  a->used = true; /* the iteration that needs it may not have begun */
+  if (want(a, part, true)) a->used = true; /* the iteration that needs it may not have begun */
   if (a->count) pthread_cond_signal(&a->wanted);
   pthread_mutex_unlock(&a->lock);
 }
@@ -214,7 +215,7 @@ void gmi_ahead_iteration(gmi_manager_t *m) {
   gmi_ahead_t *a = m->host.ahead;
   pthread_mutex_lock(&a->lock);
   const bool drop = !a->used && a->prepared;
-  a->used = false;
+  a->used = a->failed = false;
   pthread_mutex_unlock(&a->lock);
   if (drop) gmi_ahead_drop(m);
 }

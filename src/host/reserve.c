@@ -45,9 +45,9 @@ enum { THREADS_LIMIT = 64, AGAIN_PAUSE_NS = 1000000 };
 #define ALIGN_BYTES (UINT64_C(1) << 20)  /* as gemini_host_alloc() says; a multiple of the smallest chunk */
 #define SLICE_BYTES (UINT64_C(16) << 20) /* what a touching thread takes at a time */
 #define OPEN_BYTES (UINT64_C(64) << 20)  /* unit of mprotect(): smaller ones would split the range into many mappings */
-#define SHARE_BYTES \
-  (UINT64_C(64) << 20) /* for each thread at least, unless it stores: more would cost more than they save */
-#define SPARE_BYTES (UINT64_C(256) << 20) /* that the system must have left beside memory that is not needed yet */
+#define SHARE_BYTES (UINT64_C(64) << 20) /* for each thread at least, unless it stores: more cost more than they save */
+#define SPARE_BYTES (UINT64_C(256) << 20) /* that the system must have left beside memory that is not needed yet, */
+enum { SPARE_PARTS = 2 };                 /* and beside so many parts that others commit meanwhile */
 
 /* COMING marks the grains that a commit is adding, so that a failure undoes those and no others, and so that other
  * commits and decommits of them wait. */
@@ -383,7 +383,8 @@ gemini_status_t gmi_reserve_commit(gmi_reserve_t *r, uint64_t offset, uint64_t s
 gemini_status_t gmi_reserve_commit_early(gmi_reserve_t *r, uint64_t offset, uint64_t size) {
   gmi_limits_t limits;
   gemini_status_t status = gmi_limits_read("", &limits);
-  if (!status) status = gmi_limits_check(&limits, "what is committed early", size + SPARE_BYTES, false);
+  if (!status)
+    status = gmi_limits_check(&limits, "what is committed early", (1 + SPARE_PARTS) * size + SPARE_BYTES, false);
   return status ? status : part_commit(r, offset, size, true);
 }
 

@@ -63,7 +63,7 @@ gemini_status_t gmi_reserve_commit(gmi_reserve_t *reserve, uint64_t offset_bytes
 /* The same for memory that is not needed yet, beside threads that are at work. It is touched by stores, where
  * gmi_reserve_commit() has the kernel make many pages in one call, in which no other thread can change the process's
  * mappings; and malloc() often does. As a store without memory ends the process, OOM_HOST if the system has less than
- * 256 MiB more than that left. IO, FORMAT: as gmi_limits_read(). */
+ * that three times and 256 MiB left. IO, FORMAT: as gmi_limits_read(). */
 gemini_status_t gmi_reserve_commit_early(gmi_reserve_t *reserve, uint64_t offset_bytes, uint64_t size_bytes);
 /* Gives the committed pages of a part back to the system; their bytes are lost. IO: the system refused (some of it is
  * locked); those pages stay committed. */

@@ -1389,10 +1389,17 @@ def resident():
     return int(re.search(r"VmRSS:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 
 
-@pytest.mark.parametrize("device_memory, ahead", [("10MiB", True), ("160MiB", False)])
-def test_the_memory_of_states_comes_ahead_of_the_first_step_where_the_device_has_no_room(session, device_memory, ahead):
+@pytest.mark.parametrize(
+    "device_memory, later, ahead",
+    [("10MiB", None, True), ("160MiB", None, False), ("10MiB", "160MiB", False), ("160MiB", "10MiB", True)],
+)
+def test_the_memory_of_states_comes_ahead_of_the_first_step_where_the_device_has_no_room(
+    session, device_memory, later, ahead
+):
     with session(device_memory):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+    if later:
+        gm.session().manager.budget_set("device", later)
     states = 2 * sum(param.nbytes for param in model.parameters())
     model(torch.randn(1, 1024)).sum().backward()  # the parameters have their places
     model.zero_grad()

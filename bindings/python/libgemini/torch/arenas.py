@@ -469,14 +469,17 @@ class Arenas:
             other.object, other.base = tensor.value, 0
         return other
 
+    def fit_on_device(self) -> bool:
+        """Whether the device budget of now has room for all tensors."""
+        stats, tier = abi.Stats(), abi.TierStats()
+        self.session.lib.stats(self.session.handle, stats)
+        self.session.lib.tier_stats(self.session.handle, abi.TIER_DEVICE, tier)
+        return bool(stats.model_bytes <= tier.budget_bytes)
+
     def expect(self, places: typing.Iterable[Place]) -> None:
         """Has host memory committed for places that will get their first contents, unless all fits on the device."""
         accesses = [place.access(abi.READ, abi.TIER_HOST) for place in places if place.elements]
-        if not accesses:
-            return
-        stats = abi.Stats()
-        self.session.lib.stats(self.session.handle, stats)
-        if stats.model_bytes > self.session.manager.config.device_bytes:
+        if accesses and not self.fit_on_device():
             self.session.lib.hint(self.session.handle, (abi.Access * len(accesses))(*accesses), len(accesses))
 
     def gradients_discard(self) -> None:

@@ -73,9 +73,7 @@ def serves(ids: typing.Any, weight: typing.Any, limit: typing.Any) -> bool:
         and torch.cuda.is_current_stream_capturing()
     ):
         return False
-    stats = abi.Stats()
-    session.lib.stats(session.handle, stats)
-    return bool(stats.model_bytes > config.device_bytes)
+    return not session.arenas.fit_on_device()
 
 
 def embedding(func: typing.Any, ids: torch.Tensor, weight: typing.Any, *more: typing.Any, **options: typing.Any):
