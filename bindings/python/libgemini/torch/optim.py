@@ -114,8 +114,8 @@ class Optimizer(torch.optim.Optimizer):
                 )
             if record.early and not step_in_backward:  # the prepare() that attached it failed
                 raise GeminiError(
-                    f"parameter {record.name} has its gradient in its own bytes, since a prepare() with "
-                    "step_in_backward=True that failed: set step_in_backward in this one, too"
+                    f"parameter {record.name} keeps its gradient in its own bytes, as a prepare() with "
+                    "step_in_backward=True wanted, which failed: set step_in_backward in this one, too"
                 )
             if step_in_backward and record.trainable and not record.early:
                 raise GeminiError(
