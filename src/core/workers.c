@@ -67,7 +67,7 @@ typedef struct gmi_workers {
     uint64_t elements;
     double ns;
   } updated, begun[2]; /* by slices of updates, all in all; at the begins of the last iteration but one, and the last */
-  double ns_per_element; /* of an update and one worker, when it was last asked for */
+  double ns_per_element; /* of an update and one worker; see rate() */
   gmi_manager_t *m;
   bool bound; /* to these cores */
   cpu_set_t cores;
@@ -492,23 +492,27 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
   pthread_mutex_unlock(&l->lock);
 }
 
+/* The slices of part of an iteration are not like the others: those beside the backward pass share the memory with its
+ * copies. Called with the lock held. */
+static double rate(gmi_workers_t *l) {
+  const uint64_t elements = l->updated.elements - l->begun[0].elements;
+  if (elements) l->ns_per_element = (l->updated.ns - l->begun[0].ns) / (double)elements;
+  return l->ns_per_element;
+}
+
 void gmi_workers_iteration(gmi_manager_t *m) {
   gmi_workers_t *l = m->update.workers;
-  (void)gmi_workers_ns_per_element(m);
   pthread_mutex_lock(&l->lock);
+  (void)rate(l);
   l->begun[0] = l->begun[1];
   l->begun[1] = l->updated;
   pthread_mutex_unlock(&l->lock);
 }
 
-/* The slices of part of an iteration are not like the others: those beside the backward pass share the memory with its
- * copies. */
 double gmi_workers_ns_per_element(gmi_manager_t *m) {
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
-  const uint64_t elements = l->updated.elements - l->begun[0].elements;
-  if (elements) l->ns_per_element = (l->updated.ns - l->begun[0].ns) / (double)elements;
-  const double ns = l->ns_per_element;
+  const double ns = rate(l);
   pthread_mutex_unlock(&l->lock);
   return ns;
 }

@@ -3,7 +3,7 @@
 #include "core/manager.h"
 #include "tracer/variants.h"
 
-enum { LAYERS = 8, CHUNK = WORLD_CHUNK, NONE = -1 };
+enum { LAYERS = 8, CHUNK = WORLD_CHUNK };
 #define SHORT UINT64_C(1) /* ns: shorter and longer than any step and any prediction */
 #define LONG UINT64_C(1000000000000)
 
@@ -86,10 +86,7 @@ static void end_trial(loop_t *l, uint64_t ns) {
   const uint64_t plan = variant(l)->plan;
   for (int i = 0; i < 10 && variant(l)->plan == plan && variant(l)->trial.before.bundle.made; i++) {
     step(l, 2000);
-    if (variant(l)->plan != plan) break;
-    for (int k = 0; k < TRIAL_STEPS; k++)
-      for (int took = 0; took < 2; took++)
-        if (variant(l)->trial.steps.ns[took][k]) variant(l)->trial.steps.ns[took][k] = ns;
+    if (variant(l)->plan == plan) set(&variant(l)->trial.steps, ns);
   }
 }
 

@@ -469,12 +469,17 @@ class Arenas:
             other.object, other.base = tensor.value, 0
         return other
 
+    def device_budget(self) -> int:
+        """The device budget of now, in bytes."""
+        tier = abi.TierStats()
+        self.session.lib.tier_stats(self.session.handle, abi.TIER_DEVICE, tier)
+        return int(tier.budget_bytes)
+
     def fit_on_device(self) -> bool:
         """Whether the device budget of now has room for all tensors."""
-        stats, tier = abi.Stats(), abi.TierStats()
+        stats = abi.Stats()
         self.session.lib.stats(self.session.handle, stats)
-        self.session.lib.tier_stats(self.session.handle, abi.TIER_DEVICE, tier)
-        return bool(stats.model_bytes <= tier.budget_bytes)
+        return bool(stats.model_bytes <= self.device_budget())
 
     def expect(self, places: typing.Iterable[Place]) -> None:
         """Has host memory committed for places that will get their first contents, unless all fits on the device."""

@@ -229,9 +229,7 @@ class Blocks:
 
     def room(self) -> int:
         """The bytes of the device budget without its margin."""
-        tier = abi.TierStats()
-        self.session.lib.tier_stats(self.session.handle, abi.TIER_DEVICE, tier)
-        return tier.budget_bytes - self.session.manager.config.device_margin_bytes
+        return self.session.arenas.device_budget() - self.session.manager.config.device_margin_bytes
 
     def are_small(self, room: int) -> bool:
         """Whether the blocks are small beside so many bytes, and a pass reads all of them."""
