@@ -237,6 +237,20 @@ def test_rows_are_not_read_on_the_host_where_that_cannot_be(session, tmp_path, m
         gm.close()
 
 
+@pytest.mark.parametrize("grows", (False, True))
+def test_rows_are_read_on_the_host_where_the_budget_of_now_has_no_room_for_all(session, grows):
+    ids, plain, names = prompt(1, 8), llama(**WIDE), []
+    want, budgets = generate(plain, ids), [2 * weights(plain), table_of(plain).nbytes + 8 * CHUNK]
+    begin, later = reversed(budgets) if grows else budgets
+    session(begin)
+    model = gm.infer(llama(**WIDE))
+    gm.session().manager.budget_set("device", later)
+    started = gm.session().brackets.op_begin
+    gm.session().brackets.op_begin = lambda name, *more: (names.append(name), started(name, *more))
+    assert torch.equal(generate(model, ids), want)
+    assert any(name.endswith(b":rows") for name in names) != grows
+
+
 def test_models_take_turns(session):
     """Two models in one session, texts of both by turns, one that drafts for the other, and an encoder with a
     decoder."""
