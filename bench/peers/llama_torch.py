@@ -357,7 +357,7 @@ def main():
 
     cuda = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda", LOCAL_RANK % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
+    if cuda and (options.system != "gemini" or options.allocator != "process"):  # that one must be first to use CUDA
         torch.cuda.set_device(device)
     torch.manual_seed(1)
     if options.system == "gpu" and RANKS > 1:

@@ -130,7 +130,7 @@ gemini_status_t gmi_facts_make(const gmi_plan_input_t *input, gmi_facts_t *facts
     keys[p][1] = p;
     if (use == NONE) keys[p][0] = UINT64_MAX;
     else if (use < ops) keys[p][0] = begin_ns[use] - begin_ns[after + 1];
-    else keys[p][0] = begin_ns[ops] - begin_ns[after + 1] + begin_ns[use - ops];
+    else keys[p][0] = begin_ns[ops] - begin_ns[after + 1] + input->outside_ns + begin_ns[use - ops];
   }
   if (pieces > 1) qsort(keys, pieces, sizeof *keys, compare_key);
   for (uint32_t i = 0; i < pieces; i++) facts.pieces_by_gap[i] = (uint32_t)keys[i][1];

@@ -107,6 +107,7 @@ static bool collectives_are_valid(const gmi_plan_input_t *input, const gmi_plan_
 static bool input_is_valid(const gmi_plan_input_t *input, uint32_t *seen) {
   uint32_t accesses = input->ops[input->op_count].access_first;
   uint64_t total_ns = 0, piece_chunks = 0;
+  if (!add_time(&total_ns, 1, input->outside_ns)) return false;
   if (input->ops[0].access_first != 0 || (accesses > 0 && input->accesses == NULL)) return false;
   for (uint32_t op = 0; op < input->op_count; op++) {
     uint32_t first = input->ops[op].access_first, end = input->ops[op + 1].access_first;

@@ -21,7 +21,8 @@
  * of them is a stage. The frames that non-model memory holds during the op stay taken during the pieces after it. The
  * device pieces of an op run before its host pieces take their chunks. A chunk may belong to several pieces, on both
  * sides; a host piece then needs its state chunks on the host too. A pinned chunk never moves, whatever its pieces
- * need.
+ * need. Behind the last stage, nothing runs on the compute stream for outside_ns; then the last op's host pieces are
+ * submitted.
  *
  * A host piece may be computed *ahead*: beside ops, from an earlier one on, into spare slots of the host. The results
  * take the place of the old values after its op; nothing sees them before.
@@ -103,6 +104,7 @@ typedef struct gmi_plan_input {
   uint64_t chunk_bytes, frame_bytes;
   uint64_t link_bytes, file_bytes; /* bytes that a copy of one chunk moves over the links, and to or from a file */
   uint64_t fetch_ns, evict_ns;     /* duration of one chunk's copy, host to device and device to host */
+  uint64_t outside_ns;             /* from the end of an iteration's last stage to the begin of the next iteration */
   /* from the end of a piece's work until its results count as done: each worker finishes other work first */
   uint64_t host_delay_ns;
   uint32_t host_slots; /* chunks that fit on the host; set only when not all bytes must fit there. 0: all chunks fit */
@@ -179,7 +181,8 @@ typedef struct gmi_plan {
   uint64_t evict_dirty_count;
   uint64_t device_piece_count;
   uint64_t predicted_ns; /* duration of one iteration in the steady state; at least each of the busy times below */
-  /* busy time of each resource in one iteration; of gathers and sums, those of the group that takes longest */
+  /* busy time of each resource in one iteration; of gathers and sums, those of the group that takes longest. compute:
+   * all stages, and outside_ns */
   uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns, gather_busy_ns, sum_busy_ns;
   uint64_t file_chunks;        /* chunks read from files per iteration; as many are written */
   uint64_t stall_ns;           /* predicted_ns - compute_ns */

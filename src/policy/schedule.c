@@ -17,10 +17,13 @@
 #define LOOKBACK_STAGES 1024
 #define SLACK_FETCHES 2
 
+/* From the stage's begin to that of the next one, if nothing waits. */
 static uint64_t stage_ns(const gmi_model_t *model, uint32_t stage) {
   const gmi_plan_input_t *input = model->facts->input;
-  uint32_t piece = model->stage_piece[stage];
-  return piece == GMI_NO_PIECE ? input->ops[model->stage_op[stage]].compute_ns : input->pieces[piece].device_ns;
+  const uint32_t piece = model->stage_piece[stage];
+  const uint64_t behind_ns = stage + 1 == model->stage_count ? input->outside_ns : 0;
+  return behind_ns +
+         (piece == GMI_NO_PIECE ? input->ops[model->stage_op[stage]].compute_ns : input->pieces[piece].device_ns);
 }
 
 /* is_fetch: the access misses and needs the chunk's bytes. is_kept: the chunk stays resident after this access until

@@ -602,6 +602,7 @@ static void run_iteration(machine_t *m) {
       update_on_device(m, piece);
       issue_evicts(m, &evict, evict_end, piece);
     }
+    if (op + 1 == input->op_count) m->idle.stream_ns += input->outside_ns;
     /* leaves only the work that is really behind, which keeps the heaps small, and may become urgent now */
     while (run_piece(m, m->idle.stream_ns)) continue;
     submit_pieces(m, op);
@@ -744,10 +745,9 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
     length_ns = m.idle.stream_ns - m.begin_ns;
     memcpy(behind_ns, behind_now_ns, sizeof behind_ns);
   }
-  uint64_t dirty = 0;
+  uint64_t dirty = 0, apart_ns = 0;
   for (uint64_t e = 0; e < evicts; e++) dirty += (plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0;
-  plan->compute_ns = plan->update_busy_ns = 0;
-  uint64_t apart_ns = 0;
+  plan->compute_ns = input->outside_ns, plan->update_busy_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
     if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;

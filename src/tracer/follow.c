@@ -332,7 +332,9 @@ static variant_t *planned_piece(gmi_manager_t *m, uint32_t index, uint32_t *piec
   return *piece < v->bundle.piece_first[index + 1] ? v : NULL;
 }
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = planned_piece(m, index, &piece);
+  if (!t->now.pieces_ns) t->now.pieces_ns = m->device.ops->now(m->device.self);
   if (v) plan_fetch(m, v, v->bundle.input.pieces[piece].after_op, piece);
 }
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece) {

@@ -99,6 +99,7 @@ static gemini_status_t op_record(gmi_manager_t *m, const char *name, gemini_stre
   }
   t->op_stream = s;
   t->now.chosen = chosen;
+  t->now.pieces_ns = 0;
   *op_out = op;
   return GEMINI_OK;
 }

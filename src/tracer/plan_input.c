@@ -311,8 +311,7 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   gmi_plan_input_t *in = &bundle->input;
   gmi_plan_op_t *ops = (gmi_plan_op_t *)(uintptr_t)in->ops;
   for (uint32_t i = 0; i < in->op_count; i++) ops[i].compute_ns = trace->ops[i].compute_ns;
-  /* no op runs during that time, so it counts as compute time of the last op */
-  ops[in->op_count - 1].compute_ns += trace->outside_ns;
+  in->outside_ns = trace->outside_ns;
   const uint64_t link = m->device.ops->link_bytes_per_s, file = UINT64_C(1000000000);
   const uint64_t h2d = m->config.sim_h2d_bytes_per_s, d2h = m->config.sim_d2h_bytes_per_s;
   in->fetch_ns = copy_ns(in->link_bytes, trace->link_bytes_per_s[0], h2d ? h2d : link);

@@ -266,10 +266,21 @@ static void resolve_ops(gmi_manager_t *m, bool block, uint32_t most) {
     t->durations[t->resolved] = known ? (end - begin > stall ? end - begin - stall : 1) : UINT64_MAX;
     if (known) m->stats.stall_ns += stall + unforeseen;
     if (!known) t->in_ops_ns = UINT64_MAX;
-    else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin;
+    else if (t->in_ops_ns != UINT64_MAX) t->in_ops_ns += end - begin, t->now.ended_ns = end;
   }
 }
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) { resolve_ops(m, block, UINT32_MAX); }
+uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns) {
+  const gmi_tracer_t *t = m->trace.tracer;
+  if (t->in_ops_ns >= now_ns - begin_ns) return 0;
+  const uint64_t outside_ns = now_ns - begin_ns - t->in_ops_ns;
+  if (!t->now.pieces_ns || m->config.device == GEMINI_DEVICE_SIMULATED) return outside_ns;
+  const uint64_t from_ns = t->now.ended_ns > t->now.pieces_ns ? t->now.ended_ns : t->now.pieces_ns;
+  uint64_t end_ns = now_ns;
+  if (gmi_fence_reached(m, m->update.end) && (!time_of(m, m->update.end, &end_ns) || end_ns > now_ns)) end_ns = now_ns;
+  const uint64_t pieces_ns = end_ns > from_ns ? end_ns - from_ns : 0;
+  return pieces_ns < outside_ns ? outside_ns - pieces_ns : 1;
+}
 /* For the end of each op: the times of one op take about 10 microseconds to read on a GPU. Where the caller has waited
  * for the device, those of many ops are there at once, while the device waits for the caller. */
 void gmi_tracer_resolve_few(gmi_manager_t *m) { resolve_ops(m, false, 8); }

@@ -98,18 +98,20 @@ static void learn_times(gmi_tracer_t *t, variant_t *v) {
   }
 }
 
-/* Learns what the last iteration's end was too early for, given its duration from begin to begin: the times of ops that
- * the device had not ended then, as the caller's thread was ahead of it; and the time outside the ops. What that was
- * before there was a plan does not count any more. */
-static void learn_late(gmi_manager_t *m, uint64_t step_ns) {
+/* Learns what the last iteration's end was too early for, as the next one begins: the times of ops that the device had
+ * not ended then, as the caller's thread was ahead of it; and the time outside the ops. What that was before there was
+ * a plan does not count any more. */
+static void learn_late(gmi_manager_t *m, uint64_t now_ns) {
   gmi_tracer_t *t = m->trace.tracer;
   variant_t *v = t->previous == GMI_NONE ? NULL : &t->variants[t->previous];
   gmi_tracer_resolve(m, false);
   if (!v || v->last_used != t->iteration) return;
   if (t->record.op_count == v->trace.op_count) learn_times(t, v);
-  if (!t->resolved || t->resolved != v->trace.op_count || t->in_ops_ns >= step_ns) return;
+  if (!t->resolved || t->resolved != v->trace.op_count) return;
+  const uint64_t outside_ns = gmi_tracer_outside(m, t->begun_ns, now_ns);
+  if (!outside_ns) return;
   if (v->planned_runs == 1) v->trace.outside.count = 0;
-  v->trace.outside_ns = gmi_times_add(&v->trace.outside, step_ns - t->in_ops_ns);
+  v->trace.outside_ns = gmi_times_add(&v->trace.outside, outside_ns);
 }
 
 /* May an iteration with this label follow the variant? */
@@ -150,7 +152,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   uint64_t now = m->device.ops->now(m->device.self);
   if (t->begun_ns) {
     m->stats.measured_step_ns = now - t->begun_ns;
-    learn_late(m, now - t->begun_ns);
+    learn_late(m, now);
   }
   gmi_tracer_trial_measure(m);
   t->begun_ns = now;
@@ -163,7 +165,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->now.committed = m->stats.committed_elements;
   t->now.learned = t->now.chosen_ops = t->now.stalls_read = 0;
   t->now.first_planned = t->now.regrown = false;
-  t->in_ops_ns = 0;
+  t->in_ops_ns = t->now.ended_ns = t->now.pieces_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
   t->now.label = label;

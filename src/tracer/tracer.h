@@ -89,7 +89,8 @@ typedef struct gmi_trace {
   uint64_t host_update_ps, device_update_ps; /* picoseconds per element; host: of one worker */
   uint64_t chunk_bytes; /* of a trace read from a file: the chunk size with which it was recorded */
   uint32_t headroom;    /* heap pages that a plan leaves free beyond the peaks, as these have grown */
-  /* time of an iteration, from begin to begin, outside its ops: the caller's own work, norms, reads of results */
+  /* time of an iteration, from begin to begin, outside its ops and their stages: the caller's own work, norms, reads of
+   * results (gmi_tracer_outside()) */
   uint64_t outside_ns;
   gmi_times_t outside;
   /* Updates ahead of the step; not in files. ahead_ops: [ahead_count] by piece of the plan, the op in which it was

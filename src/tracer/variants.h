@@ -152,6 +152,8 @@ typedef struct gmi_tracer {
     bool first_planned;     /* it is the first one under its variant's plan */
     bool regrown;           /* its ranges of arenas that grow lie in other chunks than its variant's did */
     uint64_t committed;     /* stats.committed_elements at its begin */
+    uint64_t ended_ns;      /* when the last of the resolved ops ended */
+    uint64_t pieces_ns;     /* when the first device piece since the last op began was queued; 0: none was */
     step_t step;            /* what is known of it so far */
     comparison_t before_op; /* before the open op began, to undo that */
     /* Fetches of the plan that are due and not issued yet, as indexes: left by the iteration before, and its own.
@@ -248,5 +250,9 @@ bool gmi_tracer_same_update(const gmi_trace_update_t *a, const gmi_trace_update_
 void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);
 void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c);
 bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count);
+/* The time outside the ops of an iteration whose ops are resolved and known, from its begin until now, where the next
+ * one begins; 0: not known. Without the device pieces behind the last op and their waits for chunks, where plans have
+ * them as stages of the ops' stream. */
+uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns);
 
 #endif

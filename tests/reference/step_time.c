@@ -271,6 +271,11 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
     add_stage(s, in->pieces[p].device_ns, in->op_count + p, 0);
     add_evicts(s, op, p);
   }
+  if (op + 1 == in->op_count) { /* outside ops */
+    const uint32_t node = add_node(&s->g, in->outside_ns, NONE);
+    add_wait(&s->g, s->stage);
+    s->stage = node;
+  }
   for (uint32_t ahead = 1; ahead <= in->op_count + 1; ahead++) { /* in order of next use */
     for (uint32_t p = 0; p < in->piece_count; p++) {
       if (in->pieces[p].after_op != op || s->plan->piece_on_device[p]) continue;
@@ -306,9 +311,9 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
   uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
   const uint32_t collectives = input->groups.gather_count + input->groups.sum_count;
-  s.g.node_room = iterations * (input->op_count + input->piece_count + fetches + evicts + 3 * collectives);
+  s.g.node_room = iterations * (1 + input->op_count + input->piece_count + fetches + evicts + 3 * collectives);
   s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 4 * piece_chunks + 2 * input->piece_count +
-                                15 * collectives + input->op_count * (4 + input->frame_count));
+                                15 * collectives + input->op_count * (4 + input->frame_count) + 1);
   s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
   s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
   s.g.frames = filled(input->frame_count + (uint64_t)iterations * (evicts + input->op_count * input->frame_count),

@@ -807,6 +807,34 @@ static void test_simulate_goes_on_while_more_work_is_left_behind(void) {
   }
 }
 
+static void test_fetches_for_pieces_come_before_the_time_outside_ops(void) {
+  /* Three ops of 100, whose non-model memory leaves states no frame in the first one; a piece behind the last one, whose
+   * four states take 80 to come. With two fetches to spare, the first of them does not wait for the last op, and the 1000
+   * behind the piece are of no use. */
+  static instance_t i;
+  gmi_plan_t plan;
+  uint64_t states = 0;
+  instance_begin(&i, 5, 5, 20, 20);
+  for (uint32_t op = 0; op < 3; op++) add_op(&i, 100, op == 0 ? 4 : 0), add_access(&i, 0, GMI_ACCESS_READ);
+  add_piece(&i, 2, 10000, 10);
+  add_piece_chunk(&i, 0, true);
+  for (uint32_t w = 1; w < 5; w++) add_piece_chunk(&i, w, false);
+  i.input.outside_ns = 1000;
+  i.input.placement = GEMINI_PLACEMENT_AUTO;
+  make(&i.input, &plan);
+  CHECK_EQ(plan.device_piece_count, 1);
+  for (uint32_t f = 0; f < plan.fetch_count; f++) {
+    if (plan.fetches[f].use_piece == GMI_NO_PIECE) continue;
+    CHECK(plan.fetches[f].piece == GMI_NO_PIECE);
+    CHECK_EQ(plan.fetches[f].op, states ? 2 : 1);
+    states++;
+  }
+  CHECK_EQ(states, 4);
+  CHECK_EQ(plan.compute_ns, 1310);
+  CHECK_EQ(plan.predicted_ns, 1310);
+  gmi_plan_free(&plan);
+}
+
 #define EVENT_ITERATIONS 8 /* steady by then */
 
 /* Groups whose gathers and sums are as a library's: the slices lie in chunks that no op uses, and are updated behind
@@ -849,7 +877,7 @@ static void add_groups(instance_t *i, uint64_t *seed) {
 
 static void check_events(bool groups) {
   static instance_t i;
-  uint64_t seed = 31, equal = 0, bound = 0, ordered = 0, waiting = 0, ahead = 0;
+  uint64_t seed = 31, other = 32, equal = 0, bound = 0, ordered = 0, waiting = 0, ahead = 0;
   for (uint32_t n = 0; n < 400; n++) {
     const shape_t shape = { 14, 12, 10, 3, 2, 20, 8 };
     gmi_plan_t plan;
@@ -876,6 +904,7 @@ static void check_events(bool groups) {
     }
     i.input.placement = n % 3;
     i.input.pieces_apart = 0;
+    i.input.outside_ns = n % 4 == 1 ? below(&other, 300) : 0;
     if (groups) add_groups(&i, &seed);
     if (n % 5 == 0) i.input.groups.gather_count = 0; /* sums alone */
     make(&i.input, &plan);
@@ -1613,6 +1642,7 @@ int main(int argc, char **argv) {
   RUN(test_simulate_update_bound);
   RUN(test_simulate_first_layer_is_updated_before_those_submitted_earlier);
   RUN(test_simulate_goes_on_while_more_work_is_left_behind);
+  RUN(test_fetches_for_pieces_come_before_the_time_outside_ops);
   RUN(test_simulate_random_instances_equal_events);
   RUN(test_simulate_random_groups_equal_events);
   RUN(test_simulate_gathers_and_sums_by_hand);
