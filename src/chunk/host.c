@@ -274,27 +274,44 @@ static bool slot_is_committed(const gmi_manager_t *m, uint32_t slot) {
   const uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
   return m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes;
 }
+/* The free slots, from the word of the map that has the newest spare slot on, all round. Begins as { 0 }. */
+typedef struct {
+  uint32_t words, word;
+  uint64_t bits;
+} walk_t;
+static bool walk_free(const gmi_manager_t *m, walk_t *w, uint32_t *slot_out) {
+  const uint32_t words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64;
+  for (; !w->bits; w->bits = m->host.free_map[w->word]) {
+    if (w->words == words) return false;
+    w->word = (first + w->words++) % words;
+  }
+  *slot_out = w->word * 64 + (uint32_t)__builtin_ctzll(w->bits);
+  w->bits &= w->bits - 1;
+  return true;
+}
 /* Prefers memory that is committed: to commit more takes long. */
 static uint32_t spare_choose(const gmi_manager_t *m) {
-  uint32_t any = GMI_NONE, words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64 % words;
-  for (uint32_t i = 0; i < words; i++) {
-    uint32_t word = (first + i) % words;
-    for (uint64_t bits = m->host.free_map[word]; bits; bits &= bits - 1) {
-      uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(bits);
-      if (slot_is_committed(m, slot)) return slot;
-      if (any == GMI_NONE) any = slot;
-    }
+  uint32_t any = GMI_NONE, slot;
+  for (walk_t w = { 0 }; walk_free(m, &w, &slot);) {
+    if (slot_is_committed(m, slot)) return slot;
+    if (any == GMI_NONE) any = slot;
   }
   return any;
 }
 bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count) {
-  const uint32_t words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64 % words;
-  for (uint32_t i = 0; count && i < words; i++) {
-    const uint32_t word = (first + i) % words;
-    for (uint64_t bits = m->host.free_map[word]; count && bits; bits &= bits - 1)
-      count -= slot_is_committed(m, word * 64 + (uint32_t)__builtin_ctzll(bits));
-  }
+  uint32_t slot;
+  for (walk_t w = { 0 }; count && walk_free(m, &w, &slot);) count -= slot_is_committed(m, slot);
   return !count;
+}
+void gmi_host_spare_expect(gmi_manager_t *m, uint64_t count) {
+  uint32_t slot;
+  if (count > gmi_host_spare(m)) count = gmi_host_spare(m);
+  for (walk_t w = { 0 }; count && walk_free(m, &w, &slot);) count -= slot_is_committed(m, slot);
+  for (walk_t w = { 0 }; count && walk_free(m, &w, &slot);) {
+    if (slot_is_committed(m, slot)) continue;
+    gmi_ahead_expect(m, slot * gmi_slot_bytes(m) / m->host.part_bytes);
+    count--;
+  }
 }
 bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out) {
   uint32_t slot = gmi_host_free(m) ? spare_choose(m) : GMI_NONE;

@@ -71,7 +71,9 @@ uint32_t gmi_host_spare(const gmi_manager_t *m);
  * iteration. */
 void gmi_host_spare_reclaim(gmi_manager_t *m);
 bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count); /* is the memory of the next ones? */
-bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out);           /* false: the system has no memory for it */
+/* So many will be taken: as far as there are so many spare ones, the memory of the next ones is committed ahead. */
+void gmi_host_spare_expect(gmi_manager_t *m, uint64_t count);
+bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out); /* false: the system has no memory for it */
 void gmi_host_spare_give(gmi_manager_t *m, uint32_t slot);
 /* The slot becomes the chunk's, whose own is free then. */
 void gmi_host_spare_bind(gmi_manager_t *m, uint32_t slot, gmi_chunk_t *c);

@@ -124,6 +124,10 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
   m->trace.tracer->now.due.variant = GMI_NONE;
   m->stats.plans++;
   gmi_tracer_publish_plan(m, v);
+  uint64_t slots = 0;
+  for (uint32_t p = 0; p < v->bundle.plan.piece_count; p++)
+    slots += v->bundle.plan.piece_ahead[p] ? v->bundle.input.pieces[p].ahead_slots : 0;
+  gmi_host_spare_expect(m, slots);
 }
 
 /* Makes the variant's plan (again) with the newest rates. The first plan also chooses the chunk size, unless the

@@ -5,6 +5,7 @@
 #include "chunk/host_ahead.h"
 #include "core/manager.h"
 #include "host/reserve.h"
+#include "tracer/variants.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -285,6 +286,57 @@ static void test_what_is_expected_comes_last(void) {
   end_of(mgr);
 }
 
+/* A plan comes into use, with two pieces that are computed ahead into so many slots together, and one that is not. */
+static void expect_spare(gmi_manager_t *m, uint32_t slots) {
+  static variant_t v;
+  uint8_t ahead[] = { 1, 0, 1 };
+  uint32_t none[] = { 0 };
+  const gmi_plan_piece_t pieces[] = {
+    { .ahead_slots = slots - 1 }, { .ahead_slots = 100 }, { .ahead_slots = 1 }, { 0 }
+  };
+  const gmi_plan_bundle_t bundle = {
+    .input = { .piece_count = 3, .pieces = pieces },
+    .plan = { .piece_count = 3, .piece_ahead = ahead, .fetch_first = none, .evict_first = none },
+    .made = true,
+  };
+  gmi_lock(m, "test");
+  gmi_tracer_take_plan(m, &v, &bundle);
+  gmi_unlock(m);
+}
+/* The memory of spare slots that a plan will take, behind what free slots have, and no more than is spare. */
+static void test_what_spare_slots_will_take_is_ahead(void) {
+  enum { SLOTS = PART / 65536, TAKEN = 5 * SLOTS / 2 };
+  gmi_manager_t *m;
+  gemini_manager_t mgr = world_of(BUDGET, PART, &m);
+  CHECK_OK(use(m, 0));
+  expect_spare(m, SLOTS); /* they have memory */
+  CHECK_EQ(ahead(m), 0);
+  expect_spare(m, TAKEN);
+  CHECK_EQ(ahead(m), 2);
+  expect_spare(m, TAKEN);
+  CHECK_EQ(ahead(m), 2);
+  check_memory(m);
+  gmi_lock(m, "test");
+  uint32_t slots[TAKEN];
+  for (int i = 0; i < TAKEN; i++) CHECK(gmi_host_spare_take(m, &slots[i]));
+  CHECK_EQ(gmi_ahead_idle(m), 0);
+  CHECK_EQ(in_use(m), 3);
+  m->host.own_peak[0] = BUDGET - 4 * PART; /* bytes of chunks: of what is left, half a part has memory */
+  gmi_unlock(m);
+  expect_spare(m, 1000);
+  CHECK_EQ(ahead(m), 1);
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(gemini_iteration_begin(mgr));
+    CHECK_EQ(ahead(m), i ? 0 : 1);
+    CHECK_OK(gemini_iteration_end(mgr));
+  }
+  check_memory(m);
+  gmi_lock(m, "test");
+  for (int i = 0; i < TAKEN; i++) gmi_host_spare_give(m, slots[i]);
+  gmi_unlock(m);
+  end_of(mgr);
+}
+
 static void test_nothing_is_ahead_of_another_budget(void) {
   gmi_manager_t *m;
   gemini_manager_t mgr = world_of(BUDGET, BUDGET, &m);
@@ -382,6 +434,7 @@ int main(void) {
   RUN(test_what_is_expected_is_ahead);
   RUN(test_what_has_contents_is_not_expected);
   RUN(test_what_is_expected_comes_last);
+  RUN(test_what_spare_slots_will_take_is_ahead);
   RUN(test_nothing_is_ahead_of_another_budget);
   RUN(test_a_lock_that_is_refused_is_tried_again);
   RUN(test_memory_that_is_refused_is_asked_for_ahead_again_in_the_next_iteration);
