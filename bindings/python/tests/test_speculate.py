@@ -10,7 +10,7 @@ from torch import nn
 import bits
 import libgemini.torch as gm
 from libgemini.torch import speculate as module
-from libgemini.torch.speculate import Units, is_power_of_two
+from libgemini.torch.speculate import Units, is_of_clipping, is_power_of_two
 
 WIDTH, LAYERS = 256, 4
 
@@ -163,6 +163,24 @@ def test_steps_that_are_always_clipped_compute_nothing_ahead(session):
             loop.step(1e-3)
 
     assert same_twice(session, program) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("factors", [(0.75, 0.25, 0.75, 0.5, 0.25, 0.5), (0.25, 0.25, 0.25, 0.25)])
+def test_a_power_of_two_is_that_of_a_loss_scale_if_it_comes_twice(session, factors):
+    """Of clipping, a factor is one only by chance."""
+    computed = []
+
+    def program(loop):
+        for factor in factors:
+            before = counts()[0]
+            loop.backward()
+            computed.append(counts()[0] > before)
+            for param in loop.model.parameters():
+                param.grad.mul_(factor)
+            loop.step()
+
+    same_twice(session, program, placement="cpu")
+    assert computed[: len(factors)] == [False] * 2 + [factors[1] == factors[0]] * (len(factors) - 2)
 
 
 def test_clipped_and_not_by_turns(session):
@@ -367,6 +385,11 @@ def test_a_frozen_layer_in_the_middle(session):
 def test_powers_of_two():
     assert all(map(is_power_of_two, (1.0, 0.5, 2.0**-16, 2.0**20)))
     assert not any(map(is_power_of_two, (0.0, -1.0, 0.75, 3.0, float("inf"), float("nan"), 0.9999999999999999)))
+
+
+def test_factors_of_clipping():
+    assert all(is_of_clipping(*one) for one in ((0.3, 0.3), (0.5, None), (0.5, 1.0), (0.5, 0.25), (0.75, None)))
+    assert not any(is_of_clipping(*one) for one in ((1.0, None), (1.0, 0.3), (0.5, 0.5), (2.0**-16, 2.0**-16)))
 
 
 def test_units_are_those_of_the_library():

@@ -27,8 +27,21 @@ MOST_PATIENCE = 32  # steps that are not clipped, before it tries again
 
 
 def is_power_of_two(factor: float) -> bool:
-    """Whether a factor of gradients is none of clipping, but 1 or that of a loss scale."""
     return math.frexp(factor)[0] == 0.5
+
+
+def is_of_clipping(factor: float, before: float | None) -> bool:
+    """Whether a factor of gradients is one of clipping, and neither 1 nor that of a loss scale: a power of two that the
+    step before had as well. (One in 128 factors of clipping in bfloat16 is a power of two by chance.)
+
+    Args:
+        factor: Of a parameter's gradient in this step.
+        before: In the step before, or None.
+
+    Returns:
+        False also for a factor of clipping that is the same power of two twice; then something is computed in vain.
+    """
+    return factor != 1.0 and not (is_power_of_two(factor) and factor == before)
 
 
 class Units:
@@ -206,6 +219,7 @@ class Speculation:
         self.assumed.clear()
         self.group_of = group_of
         self.expected, self.stored = self.stored, {}
+        clipped = any(is_of_clipping(record.scale, self.factors.get(record)) for record in records)
         self.factors = {record: record.scale for record in records}
         by_arena: dict[int, list[Record]] = {}
         for record in records:
@@ -217,7 +231,7 @@ class Speculation:
                 self.units[arena] = Units(ones, elements, self.rule.end_of(ones[-1]))
         for arena in [arena for arena in self.units if arena not in by_arena]:
             del self.units[arena]
-        self.steps = self.steps + 1 if all(map(is_power_of_two, self.factors.values())) else 0
+        self.steps = 0 if clipped else self.steps + 1
         pays = sum(record.place.elements for record in records) >= LEAST_ELEMENTS * len(records)
         self.arm(pays and self.steps >= self.patience)
 
