@@ -355,6 +355,8 @@ static void keep_live(gmi_manager_t *m) {
   }
 }
 
+static bool is_power_of_two(uint64_t n) { return n && !(n & (n - 1)); }
+
 /* Closes the iteration. If it followed the active variant to its end, that variant's times are updated. Otherwise it
  * was a known, shorter variant or becomes a new one. Then, after warm-up, makes the variant's plan if it has none,
  * makes it again once its times under a plan are known, and later only updates the prediction. */
@@ -414,7 +416,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   if (!warm) return GEMINI_OK;
   /* Times measured under a plan differ from those of warm-up, so the plan is made again after SETTLE_RUNS planned
    * iterations. Later it is made again if steps begin or cease to take over what is computed ahead; otherwise, after 4,
-   * 8, 16, ... planned iterations, the prediction is updated, and a plan that is predicted to be better is tried. */
+   * 6, 8, 12, 16, 24, ... planned iterations, the prediction is updated, and after every other of these counts a plan
+   * that is predicted to be better is tried. */
   if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v) || (t->now.regrown && (v->bundle.made || v->refused))) {
@@ -428,8 +431,10 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
     if (!left) left = settles ? gmi_tracer_trial_plan(m, v) : gmi_tracer_variant_plan(m, v);
     return left;
   }
-  if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS && (v->planned_runs & (v->planned_runs - 1)) == 0)
-    gmi_tracer_trial_again(m, v);
+  if (v->bundle.made && whole && v->planned_runs > SETTLE_RUNS) {
+    if (is_power_of_two(v->planned_runs)) gmi_tracer_trial_again(m, v);
+    else if (v->planned_runs % 3 == 0 && is_power_of_two(v->planned_runs / 3)) (void)gmi_tracer_trial_predict(m, v);
+  }
   return GEMINI_OK;
 }
 

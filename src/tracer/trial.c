@@ -96,12 +96,17 @@ static uint64_t try_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_t
   return former.number;
 }
 
-void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
-  gmi_plan_bundle_t bundle;
+bool gmi_tracer_trial_predict(gmi_manager_t *m, variant_t *v) {
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &v->bundle);
-  if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan)) return;
+  if (gmi_plan_simulate(&v->bundle.input, &v->bundle.plan)) return false;
   gmi_tracer_publish_plan(m, v);
+  return true;
+}
+
+void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
+  gmi_plan_bundle_t bundle;
+  if (!gmi_tracer_trial_predict(m, v)) return;
   if (v->trial.before.bundle.made || v->trial_lost || v->reads_only || v->still || v->planned_runs > TRIAL_RUNS ||
       has_collectives(&v->bundle) || gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle))
     return;

@@ -230,7 +230,9 @@ void gmi_tracer_reads_op(gmi_manager_t *m, variant_t *v);
 /* tracer/trial.c */
 /* Makes the variant's plan again, with the times measured under it, and has the new one prove itself. */
 gemini_status_t gmi_tracer_trial_plan(gmi_manager_t *m, variant_t *v);
-/* Has the plan predict its step with the newest times. Where another one is predicted to be better by as much as counts
+/* Has the plan predict its step with the newest times. False: it could not, and predicts what it did before. */
+bool gmi_tracer_trial_predict(gmi_manager_t *m, variant_t *v);
+/* The same. Where another one is predicted to be better by as much as counts
  * in a trial, it takes its place and has to prove itself; failures leave the plan as it is. */
 void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v);
 void gmi_tracer_trial_drop(variant_t *v); /* its plan goes, or the one before it is none any more */

@@ -174,10 +174,28 @@ static void test_plan_that_promises_more_than_steps_take_is_not_tried(void) {
   }
 }
 
+static void test_prediction_follows_the_times(void) {
+  loop_t *l = loop_open();
+  variant_t *v = variant(l);
+  uint64_t updated = 0;
+  while (v->planned_runs < 26) {
+    step(l, 0);
+    set(&v->trial.steps, SHORT); /* no other plan is tried */
+    if (v->planned_runs > 3 && v->bundle.plan.predicted_ns != LONG) {
+      updated |= UINT64_C(1) << v->planned_runs;
+      CHECK_EQ(world_stats(&l->w).predicted_step_ns, v->bundle.plan.predicted_ns);
+    }
+    v->bundle.plan.predicted_ns = LONG;
+  }
+  CHECK_EQ(updated, 1 << 4 | 1 << 6 | 1 << 8 | 1 << 12 | 1 << 16 | 1 << 24);
+  loop_close(l);
+}
+
 int main(void) {
   RUN(test_first_plan_has_to_prove_itself_again);
   RUN(test_second_plan_stays_if_one_of_the_first_steps_was_long);
   RUN(test_longer_one_of_the_first_two_steps_is_known);
   RUN(test_plan_that_promises_more_than_steps_take_is_not_tried);
+  RUN(test_prediction_follows_the_times);
   return check_done();
 }
