@@ -39,7 +39,7 @@
 #define MAX_ITERATIONS 6
 #define NONE UINT32_MAX
 #define NOT_SUBMITTED UINT64_MAX
-#define AHEAD (UINT64_C(1) << 63) /* key of pieces that are computed ahead: behind those with a next use */
+#define AHEAD (UINT64_C(1) << 63) /* key of pieces that are computed ahead: behind all others */
 
 /* Free frames in the order in which they were given back, oldest first, grouped by the time at which they become
  * ready. Invariant: free_frames of machine_t is the sum of the counts. */
@@ -265,7 +265,7 @@ static void submit_pieces(machine_t *m, uint32_t op) {
   bool changed = false;
   for (uint32_t i = m->facts->op_piece_first[op]; i < m->facts->op_piece_first[op + 1]; i++) {
     uint32_t piece = m->facts->op_pieces_by_use[i], next = m->facts->piece_use[piece];
-    const uint64_t use = next == NONE ? UINT64_MAX : m->ops_before + next;
+    const uint64_t use = next == NONE ? AHEAD - 1 : m->ops_before + next;
     if (m->plan->piece_on_device[piece]) continue;
     if (is_ahead(m, piece)) {
       m->next_use[piece] = use;
