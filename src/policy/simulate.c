@@ -360,7 +360,8 @@ static uint64_t gathered_for(machine_t *m, uint32_t op) {
   uint64_t ready_ns = 0;
   for (; m->groups.arrived < m->groups.issued && groups->gathers[m->groups.arrived].use_op == op; m->groups.arrived++) {
     while (m->groups.evaluated <= m->groups.arrived) {
-      while (m->fetching.evaluated_total < m->groups.behind[m->groups.evaluated] &&
+      const bool waits = groups->gathers[m->groups.evaluated].part_count > 0; /* for fetches: it has a slice */
+      while (waits && m->fetching.evaluated_total < m->groups.behind[m->groups.evaluated] &&
              m->fetching.evaluated < m->fetching.count)
         evaluate_fetch(m);
       if (m->groups.evaluated <= m->groups.arrived) evaluate_gather(m);
@@ -723,7 +724,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   memset(m.last_taker, 0xff, input->chunk_count * sizeof *m.last_taker);
   give_frames(&m, 0, input->frame_count - held);
   /* Steady: an iteration lasts as long as the one before and leaves the same work behind on every resource. */
-  uint64_t length_ns = 0, behind_ns[7] = { 0 };
+  uint64_t length_ns = 0, behind_ns[7] = { 0 }, dirty = 0, apart_ns = 0;
   uint32_t iteration = 0;
   for (bool steady = false; iteration < MAX_ITERATIONS && !steady; iteration++) {
     run_iteration(&m);
@@ -745,7 +746,6 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
     length_ns = m.idle.stream_ns - m.begin_ns;
     memcpy(behind_ns, behind_now_ns, sizeof behind_ns);
   }
-  uint64_t dirty = 0, apart_ns = 0;
   for (uint64_t e = 0; e < evicts; e++) dirty += (plan->evicts[e].flags & GMI_EVICT_DIRTY) != 0;
   plan->compute_ns = input->outside_ns, plan->update_busy_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
