@@ -927,7 +927,7 @@ static void check_events(bool groups, uint64_t seed) {
     }
     gmi_plan_free(&plan);
   }
-  CHECK(equal > 350 && bound > 200 && ordered > (groups ? 15 : 30));
+  CHECK(equal > 350 && bound > 200 && ordered > (groups ? 15 : 20));
   CHECK(groups ? waiting > 100 : ahead > 40);
 }
 static void test_simulate_random_instances_equal_events(void) {
