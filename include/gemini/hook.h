@@ -47,6 +47,14 @@ GEMINI_API gemini_status_t gemini_hook_clear(gemini_manager_t mgr);
  *           simulated device
  *  Blocks. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_hook_forget(gemini_manager_t mgr, void *stream);
+/** Tells that the caller has exchanged its memory within the open iteration, for instance the segments of a caching
+ *  allocator for fewer ones with less waste, and that what is live when the iteration ends is all that iterations of
+ *  this kind need from then on. The plan for them is made with that in the place of the peaks that operators had. An
+ *  operator that needs more nevertheless departs from the plan, as any other does.
+ *  @retval GEMINI_ERR_STATE  no iteration is open, or an operator is
+ *  @retval GEMINI_ERR_UNSUPPORTED  the manager has a group, whose ranks agreed on the peaks
+ *  Since: 0.1 */
+GEMINI_API gemini_status_t gemini_hook_compacted(gemini_manager_t mgr);
 
 /** Allocates as gemini_alloc() does, for torch.cuda.memory.CUDAPluggableAllocator. Work queued on stream may use the
  *  memory.

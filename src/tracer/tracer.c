@@ -16,6 +16,7 @@
 #include "chunk/arena.h"
 #include "chunk/host.h"
 #include "core/workers.h"
+#include "gemini/hook.h"
 #include "tracer/variants.h"
 
 variant_t *gmi_tracer_active_variant(gmi_tracer_t *t) { return t->active == GMI_NONE ? NULL : &t->variants[t->active]; }
@@ -164,7 +165,7 @@ static gemini_status_t iteration_begin(gmi_manager_t *m, uint64_t label) {
   t->resolved = t->stall_count = t->op_index = 0;
   t->now.committed = m->stats.committed_elements;
   t->now.learned = t->now.chosen_ops = t->now.stalls_read = 0;
-  t->now.first_planned = t->now.regrown = false;
+  t->now.first_planned = t->now.regrown = t->now.compacted = false;
   t->in_ops_ns = t->now.ended_ns = t->now.pieces_ns = 0;
   gmi_gathers_begin(m, t->gathers);
   t->record_lost = t->departed = false;
@@ -231,6 +232,11 @@ static void learn_iteration(gmi_manager_t *m, variant_t *v) {
     gmi_trace_op_t *op = &v->trace.ops[i];
     const gmi_trace_op_t *now = &t->record.ops[i];
     op->gathered = now->gathered;
+    if (t->now.compacted) {
+      op->nonmodel_peak = op->nonmodel_least = now->nonmodel_peak;
+      op->heap_pages = now->heap_pages, op->all_pages = now->all_pages;
+      continue;
+    }
     if (now->heap_pages > op->heap_pages) op->heap_pages = now->heap_pages, v->grown_run = v->runs;
     if (!gmi_tracer_peaks_vary(v)) continue;
     if (now->nonmodel_peak > op->nonmodel_peak) op->nonmodel_peak = now->nonmodel_peak;
@@ -339,18 +345,21 @@ static void time_record(gmi_manager_t *m) {
 }
 
 /* What is live at the end of an iteration is live in the next one, too: an allocator above the library, such as
- * PyTorch's, keeps what it got in the first iteration. The peaks of the first operators would not know of it. */
+ * PyTorch's, keeps what it got in the first iteration. The peaks of the first operators would not know of it. If it has
+ * compacted what it has, all peaks are what is live now. */
 static void keep_live(gmi_manager_t *m) {
   gmi_trace_t *record = &m->trace.tracer->record;
+  const bool compacted = m->trace.tracer->now.compacted;
   const gmi_heap_t *heap = m->nonmodel.heap;
   if (!heap) return;
   const uint64_t bytes = gmi_heap_bytes_used(heap);
   const uint32_t pages = (uint32_t)gmi_heap_pages_used(heap);
   for (uint32_t i = 0; i < record->op_count; i++) {
     gmi_trace_op_t *op = &record->ops[i];
-    if (op->nonmodel_peak < bytes) op->nonmodel_peak = bytes;
-    if (op->heap_pages >= pages) continue;
-    op->all_pages += pages - op->heap_pages;
+    if (compacted) op->nonmodel_least = bytes;
+    if (compacted || op->nonmodel_peak < bytes) op->nonmodel_peak = bytes;
+    if (!compacted && op->heap_pages >= pages) continue;
+    op->all_pages = op->all_pages - op->heap_pages + pages; /* the former holds the latter at least */
     op->heap_pages = pages;
   }
 }
@@ -418,7 +427,8 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
    * iterations. Later it is made again if steps begin or cease to take over what is computed ahead; otherwise, after 4,
    * 6, 8, 12, 16, 24, ... planned iterations, the prediction is updated, and after every other of these counts a plan
    * that is predicted to be better is tried. */
-  if (v->bundle.made && v->chosen_grew) return gmi_tracer_variant_plan(m, v);
+  if ((v->bundle.made && v->chosen_grew) || (t->now.compacted && (v->bundle.made || v->refused)))
+    return gmi_tracer_variant_plan(m, v);
   if (has_outgrown_plan(v)) return v->reads_only ? plan_with_headroom(m, v) : gmi_tracer_variant_plan(m, v);
   if (has_stopped_growing(v) || (t->now.regrown && (v->bundle.made || v->refused))) {
     if (!t->now.regrown) v->trace.headroom = 0;
@@ -438,6 +448,16 @@ static gemini_status_t iteration_end(gmi_manager_t *m) {
   return GEMINI_OK;
 }
 
+static gemini_status_t hook_compacted(gmi_manager_t *m) {
+  gmi_tracer_t *t = m->trace.tracer;
+  if (!m->bracket.iteration_open) return gmi_fail(GEMINI_ERR_STATE, 0, "no iteration is open");
+  if (t->op_open) return gmi_fail(GEMINI_ERR_STATE, 0, "operator %s is open", gmi_tracer_op_name(m));
+  for (uint32_t i = 0; i < GMI_GROUPS; i++)
+    if (gmi_group_at(m, i)) return gmi_fail(GEMINI_ERR_UNSUPPORTED, 0, "the manager has a group");
+  t->now.compacted = true;
+  return GEMINI_OK;
+}
+
 static gemini_status_t phase_set(gmi_manager_t *m, uint32_t phase) {
   if (phase > GEMINI_PHASE_UPDATE)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "phase is %u, must be 0 to %d", phase, GEMINI_PHASE_UPDATE);
@@ -451,6 +471,7 @@ gemini_status_t gemini_iteration_begin_with(gemini_manager_t mgr, uint64_t label
   API_LOCKED(iteration_begin(m, label));
 }
 gemini_status_t gemini_iteration_end(gemini_manager_t mgr) { API_LOCKED(iteration_end(m)); }
+gemini_status_t gemini_hook_compacted(gemini_manager_t mgr) { API_LOCKED(hook_compacted(m)); }
 gemini_status_t gemini_phase_set(gemini_manager_t mgr, uint32_t phase) { API_LOCKED(phase_set(m, phase)); }
 
 /* ---- trace files and the plan in words */

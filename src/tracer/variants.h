@@ -150,6 +150,7 @@ typedef struct gmi_tracer {
     uint32_t stalls_read;   /* of stalls: those before it are read, as far as they are of chosen ops */
     bool chosen;            /* the open op is a chosen one */
     bool first_planned;     /* it is the first one under its variant's plan */
+    bool compacted;         /* gemini_hook_compacted() was called: what is live at its end is all that the next need */
     bool regrown;           /* its ranges of arenas that grow lie in other chunks than its variant's did */
     uint64_t committed;     /* stats.committed_elements at its begin */
     uint64_t ended_ns;      /* when the last of the resolved ops ended */

@@ -165,6 +165,60 @@ static void test_hook_counts_each_operators_peak_to_the_byte(void) {
   }
 }
 
+/* ---- a caching allocator that compacts its segments */
+enum { COMPACT_CHUNKS = 8, COMPACT_FRAMES = 12 };
+typedef enum { KEEP, COMPACT, COMPACT_AND_TELL } compact_t;
+/* One of its iterations: each op reads a chunk. In the first one, two ops take the segments. */
+static void caching_iteration(const world_t *w, gemini_arena_t arena, void *stream, void *segments[2], bool first) {
+  CHECK_OK(gemini_iteration_begin(w->mgr));
+  for (uint64_t i = 0; i < COMPACT_CHUNKS; i++) {
+    char name[16];
+    snprintf(name, sizeof name, "op%d", (int)i);
+    CHECK_OK(gemini_op_begin(w->mgr, name, w->stream));
+    through_device(w, arena, i * W);
+    if (first && i % 4 == 2) CHECK(segments[i / 4] = gemini_torch_malloc((ptrdiff_t)((i == 2 ? 3 : 4) * W), 0, stream));
+    CHECK_OK(gemini_op_end(w->mgr));
+  }
+}
+/* Exchanges its segments for one of so many chunks. */
+static void compact(const world_t *w, void *stream, void *segments[2], uint64_t chunks, bool tell) {
+  for (int i = 0; i < 2; i++) gemini_torch_free(segments[i], 0, 0, stream);
+  CHECK(segments[0] = gemini_torch_malloc((ptrdiff_t)(chunks * W), 0, stream));
+  segments[1] = NULL;
+  if (tell) CHECK_OK(gemini_hook_compacted(w->mgr));
+}
+/* Returns the chunks that the plan fetches at last. again: it compacts in the fourth iteration, too. */
+static uint64_t fetched_by_caching(compact_t kind, bool again, figures_t *stats_out) {
+  world_t w = world_open(hook_config(COMPACT_FRAMES, COMPACT_CHUNKS + 2));
+  void *stream = as_argument(&w, w.stream), *segments[2];
+  CHECK_OK(gemini_hook_set(w.mgr, 0));
+  gemini_arena_t arena = filled(&w, COMPACT_CHUNKS);
+  for (int i = 0; i < 6; i++) {
+    caching_iteration(&w, arena, stream, segments, !i);
+    if (!i && kind != KEEP) compact(&w, stream, segments, 6, kind == COMPACT_AND_TELL);
+    if (i == 3 && again) compact(&w, stream, segments, 5, kind == COMPACT_AND_TELL);
+    CHECK_OK(gemini_iteration_end(w.mgr));
+  }
+  *stats_out = world_stats(&w);
+  holds_all(&w, arena, COMPACT_CHUNKS);
+  world_close(&w);
+  return stats_out->planned_fetch_bytes / W;
+}
+static void test_plans_count_on_what_an_allocator_holds_that_has_compacted(void) {
+  figures_t kept, told, twice, untold;
+  /* With f frames for c chunks that are read in turn, f - 1 stay and the others are fetched through the last one. */
+  CHECK_EQ(fetched_by_caching(KEEP, false, &kept), COMPACT_CHUNKS - (COMPACT_FRAMES - 7 - 1));
+  CHECK_EQ(fetched_by_caching(COMPACT_AND_TELL, false, &told), COMPACT_CHUNKS - (COMPACT_FRAMES - 6 - 1));
+  CHECK_EQ(fetched_by_caching(COMPACT_AND_TELL, true, &twice), COMPACT_CHUNKS - (COMPACT_FRAMES - 5 - 1));
+  CHECK_EQ(kept.departures + told.departures + twice.departures, 0);
+  CHECK_EQ(kept.op_peak_error_bytes + told.op_peak_error_bytes + twice.op_peak_error_bytes, 0);
+  CHECK(told.plans == kept.plans && twice.plans == told.plans + 1);
+  CHECK_EQ(told.planned_iterations, 5);
+  CHECK_EQ(twice.planned_iterations, 5);
+  fetched_by_caching(COMPACT, false, &untold);
+  CHECK(untold.departures > 0 && untold.op_peak_error_bytes == W);
+}
+
 /* ---- eviction */
 static void test_hook_alloc_evicts_when_the_budget_is_full(void) {
   world_t w = world_open(hook_config(8, 16));
@@ -638,6 +692,7 @@ int main(void) {
   CHECK_OK(gemini_manager_close(mgr));
   RUN(test_hook_functions_have_the_shapes_that_frameworks_call);
   RUN(test_hook_counts_each_operators_peak_to_the_byte);
+  RUN(test_plans_count_on_what_an_allocator_holds_that_has_compacted);
   RUN(test_hook_alloc_evicts_when_the_budget_is_full);
   RUN(test_hook_serves_a_pool_that_asks_once_and_keeps_its_segments);
   RUN(test_hook_storm_beyond_the_budget_never_fails);

@@ -248,6 +248,7 @@ static void refuse_manager(gemini_manager_t mgr, const char *why) {
   REFUSED(HANDLE, says, gemini_budget_set, mgr, HOST, 40 * W);
   REFUSED(HANDLE, says, gemini_hook_set, mgr, 0);
   REFUSED(HANDLE, says, gemini_hook_clear, mgr);
+  REFUSED(HANDLE, says, gemini_hook_compacted, mgr);
   REFUSED(HANDLE, says, gemini_hook_forget, mgr, NULL);
   REFUSED(HANDLE, says, gemini_stream_create, mgr, &out.stream);
   REFUSED(HANDLE, says, gemini_stream_adopt, mgr, &out.stream, &out.stream);
@@ -2081,6 +2082,7 @@ static void test_what_sums_of_gradients_cannot_do_is_refused(void) {
     /* Inside an operator, too, an acquire of what is ready is not taken for one that needs no checks. */
     CHECK_OK(gemini_iteration_begin(mgr));
     REFUSED(UNSUPPORTED, "sharded arenas", gemini_op_begin_chosen, mgr, "an operator", bed.w.stream);
+    REFUSED(UNSUPPORTED, "group", gemini_hook_compacted, mgr);
     CHECK_OK(gemini_op_begin(mgr, "an operator", bed.w.stream));
     part = world_part(g[0], 0, 0, WRITE, DEVICE);
     for (int i = 0; i < 2; i++) {
@@ -2472,6 +2474,7 @@ static void test_brackets_out_of_order_are_refused(void) {
   none.object.tensor = bed.dead_tensor;
   REFUSED(STATE, "no iteration", gemini_op_begin_with, mgr, "op", bed.w.stream, &use, 1);
   REFUSED(STATE, "no operator", gemini_op_end, mgr);
+  REFUSED(STATE, "no iteration", gemini_hook_compacted, mgr);
   REFUSED(INVALID, "phase is 4|3", gemini_phase_set, mgr, 4);
   REFUSED(INVALID, "phase is 4294967295|3", gemini_phase_set, mgr, UINT32_MAX);
   for (int round = 0; round < 3; round++) { /* without a plan, and under one */
@@ -2496,6 +2499,7 @@ static void test_brackets_out_of_order_are_refused(void) {
     REFUSED(STATE, "first", gemini_iteration_end, mgr);
     REFUSED(STATE, "open", gemini_iteration_begin, mgr);
     REFUSED(STATE, "first", gemini_phase_set, mgr, GEMINI_PHASE_BACKWARD);
+    REFUSED(STATE, "first", gemini_hook_compacted, mgr);
     CHECK_OK(gemini_stream_synchronize(mgr, bed.w.stream));
     CHECK_OK(gemini_op_end(mgr));
     CHECK_OK(gemini_release(mgr, &a, 1, bed.w.stream));

@@ -538,6 +538,7 @@ _FUNCTIONS: dict[str, list[typing.Any]] = {  # name: argument types; each return
     "hook_set": [_M, _U32],
     "hook_clear": [_M],
     "hook_forget": [_M, c_void_p],
+    "hook_compacted": [_M],
     "group_id_make": [_U32, _U32, POINTER(GroupId)],
     "group_open": [_M, POINTER(GroupConfig), POINTER(_H)],
     "group_close": [_M, _H],
