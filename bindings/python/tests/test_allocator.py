@@ -14,12 +14,15 @@ import libgemini.torch as gm
 from libgemini.torch import allocator, internals
 
 MIB = 1 << 20
+STREAM = 5
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     """torch's functions for the GPU, recorded in .told; .segments are what a pool has in its cache."""
-    fake = types.SimpleNamespace(told=[], initialized=False, segments=[], session=None)
+    fake = types.SimpleNamespace(
+        told=[], initialized=False, segments=[], session=None, snapshot=[], peak=0, events=None, full=False
+    )
 
     def record(name, result=None):
         def function(*args, **kwargs):
@@ -43,9 +46,16 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.initialized)
     monkeypatch.setattr(torch.cuda, "synchronize", record("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda ours: types.SimpleNamespace(id=(7, ours)))
+    pool = types.SimpleNamespace(id=(7, "ours"), snapshot=lambda: fake.snapshot)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda ours: ours == "ours" and pool)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: fake.peak)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", record("change"))
     monkeypatch.setattr(internals, "clear_workspaces", clear_workspaces)
+    monkeypatch.setattr(internals, "may_record", lambda: fake.events is not None)
+    monkeypatch.setattr(internals, "record_allocations", record("record"))
+    monkeypatch.setattr(internals, "allocations", lambda *_: fake.events)
+    monkeypatch.setattr(internals, "end_recording", record("end recording"))
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", types.SimpleNamespace(clear=record("clear plans")))
     for name in "begin_allocating_to", "end_allocating_to", "release_pool":
         monkeypatch.setattr(internals, name, record(name))
@@ -139,6 +149,79 @@ def test_tensors_that_are_left_are_an_error_unless_forced(cuda, session):
     allocate(owner, MIB)
     gm.close(force=True)
     assert gm._current is None
+
+
+TIDIED = [("clear workspaces",), *END, ("empty cache",), BEGIN]
+
+
+def first_steps(cuda, monkeypatch, owner, steps=2):
+    """Trains for some steps with a pool of 80 MiB. Returns the sizes that were to take its place."""
+    cuda.snapshot = [
+        {"total_size": mib * MIB, "active_size": 0, "segment_type": "large", "stream": STREAM} for mib in (20, 60)
+    ]
+    sizes, told, empty = [], [], torch.empty
+
+    def recorded(*args, **kwargs):
+        if kwargs.get("dtype") == torch.uint8:
+            sizes.append(args[0])
+            if cuda.full:
+                raise torch.OutOfMemoryError("no room")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(owner.lib, "hook_compacted", lambda handle: told.append(handle), raising=False)
+    model = nn.Linear(8, 8)
+    model, optimizer = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    del cuda.told[:]
+    for _ in range(steps):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert owner.allocator is None or told == [owner.handle] * bool(sizes and not cuda.full)
+    return sizes
+
+
+def test_pool_is_compacted_once_as_the_first_step_ends(cuda, session, monkeypatch):
+    cuda.peak = 15 * MIB
+    assert first_steps(cuda, monkeypatch, begun(cuda, session, "pool")) == [75 * MIB]  # and the largest once more
+    assert cuda.told == TIDIED
+
+
+def test_pool_becomes_as_small_as_a_step_needs(cuda, session, monkeypatch):
+    cuda.events = [(True, 1, 8 * MIB), (True, 2, 16 * MIB), (True, 3, 1), (False, 3, 1), (False, 1, 8 * MIB)]
+    assert first_steps(cuda, monkeypatch, begun(cuda, session, "pool")) == [40 * MIB]  # 2 is kept by the second step
+    recording = [("record", allocator._MOST_EVENTS), TIDIED[0], ("end recording",)]
+    assert cuda.told == recording + TIDIED[1:]
+
+
+def test_pool_records_until_a_step_or_the_session_ends(cuda, session):
+    owner, cuda.events = begun(cuda, session, "pool"), []
+    model = nn.Linear(8, 8)
+    model, _ = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+    for _ in range(2):
+        model(torch.ones(2, 8))
+    record = ("record", allocator._MOST_EVENTS)
+    assert cuda.told == [BEGIN, record, ("end recording",), record]
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert owner.allocator.records
+    gm.close()
+    assert cuda.told[4] == ("end recording",) and not owner.allocator.records
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pool_that_the_user_has_configured_stays(cuda, session, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert first_steps(cuda, monkeypatch, begun(cuda, session, "pool")) == [] and cuda.told == []
+
+
+def test_pool_grows_again_where_one_segment_has_no_room(cuda, session, monkeypatch):
+    owner, cuda.full = begun(cuda, session, "pool"), True
+    assert first_steps(cuda, monkeypatch, owner) == [60 * MIB] and owner.allocator.routed and cuda.told == TIDIED
+
+
+def test_other_allocators_are_not_compacted(cuda, session, monkeypatch):
+    assert first_steps(cuda, monkeypatch, begun(cuda, session, "process")) == []
 
 
 def test_suspended_pool_is_not_routed(cuda, session):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import typing
 
 import torch
@@ -19,9 +20,10 @@ import torch
 from .. import abi
 from ..abi import GeminiError
 from ..manager import bytes_text
-from . import internals
+from . import internals, segments
 
 KINDS = ("pool", "process", "torch")
+_MOST_EVENTS = 1 << 18  # of a step that is simulated: a second or two
 _process = False  # whether this process' allocator is ours, which is for good
 
 
@@ -97,6 +99,12 @@ class Process:
         gc.collect()
         torch.cuda.synchronize(self.session.device)
 
+    def step_begins(self):
+        """Called as a training step begins."""
+
+    def step_ends(self):
+        """Called as a training step ends. The memory of tensors that are gone is free already."""
+
 
 class Pool(Process):
     """torch's caching allocator takes its segments from the session, on all threads and streams.
@@ -110,6 +118,8 @@ class Pool(Process):
         self.pool: typing.Any = torch.cuda.MemPool(_pluggable().allocator())
         self.index = session.device.index or 0
         self.routed = False
+        self.fresh = True  # no training step has ended
+        self.records = False  # torch records allocations for this pool
         self.begin()
 
     def begin(self):
@@ -133,7 +143,71 @@ class Pool(Process):
             if was:
                 self.begin()
 
+    def step_begins(self):
+        """Called as a training step begins. Has torch record the allocations of the first one."""
+        if not self.may_compact():
+            return
+        self.end_recording()  # of a pass that no step followed
+        if internals.may_record():
+            internals.record_allocations(_MOST_EVENTS)
+            self.records = True
+
+    def step_ends(self):
+        """Called as a training step ends. Exchanges the pool's segments for fewer ones, if that takes less memory.
+
+        Once, as the first step ends: the plan, which is made next, counts on that. Another pool takes the place of the
+        first one, since torch gives nothing back of one in use.
+        """
+        if not self.may_compact():
+            return
+        self.fresh = False
+        sizes = self.find_sizes()
+        if not sizes:
+            return
+        self.end()
+        try:
+            self.pool = None
+            torch.cuda.empty_cache()
+        finally:
+            self.pool = torch.cuda.MemPool(_pluggable().allocator())
+            self.begin()
+        with contextlib.suppress(torch.OutOfMemoryError):  # then the pool grows as the first one did
+            tensors = [torch.empty(size, dtype=torch.uint8, device=self.session.device) for size in sizes]
+            del tensors
+            self.session.lib.hook_compacted(self.session.handle)
+
+    def may_compact(self):
+        """Whether the segments may be exchanged.
+
+        Not if the user has configured torch's allocator: some of its options exclude one large segment.
+        """
+        configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+        tells = hasattr(self.pool, "snapshot")
+        return self.fresh and self.routed and tells and not self.session.ranks and not configured
+
+    def find_sizes(self):
+        """Returns which segments the pool should have, as segments.exchange() does."""
+        device, size = self.session.device, 0
+        if self.records:
+            torch.empty(1, device=device)  # the last allocation: what is freed behind it are workspaces
+        internals.clear_workspaces()  # they would hold segments
+        if self.records:
+            events = internals.allocations(self.index, _MOST_EVENTS)
+            self.end_recording()
+            end = max((i + 1 for i, (allocates, _, _) in enumerate(events) if allocates), default=0)
+            size = segments.smallest(events, end)
+        pool = self.pool.snapshot()
+        if not size:
+            size = torch.cuda.max_memory_allocated(device) + segments.largest(pool)
+        return segments.exchange(pool, size, torch.cuda.current_stream(device).cuda_stream)
+
+    def end_recording(self):
+        if self.records:
+            internals.end_recording()
+            self.records = False
+
     def give_back(self):
+        self.end_recording()
         if self.routed:
             self.end()
         super().give_back()

@@ -379,3 +379,35 @@ clear_workspaces = find(torch, "_C._cuda_clearCublasWorkspaces", missing_cuda)
 begin_allocating_to = find(torch, "_C._cuda_beginAllocateToPool", missing_cuda)  # (device's number, pool's)
 end_allocating_to: typing.Any = getattr(torch._C, "_cuda_endAllocateToPool", None)  # likewise; since torch 2.8
 release_pool = find(torch, "_C._cuda_releasePool", missing_cuda)  # likewise
+_record: typing.Any = getattr(torch.cuda.memory, "_record_memory_history", None)
+_is_recording: typing.Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+_snapshot: typing.Any = getattr(torch.cuda.memory, "_snapshot", None)
+
+
+def may_record():
+    """Whether torch can record allocations on the GPU, and nobody else has it do so."""
+    return bool(_record and _is_recording and _snapshot) and not _is_recording()
+
+
+def record_allocations(most):
+    """Has torch record allocations and frees, the last ones if there are more than so many."""
+    _record("all", context=None, stacks="python", max_entries=most)
+
+
+def allocations(device, most):
+    """What was recorded of a device.
+
+    Returns:
+        For each event whether it is an allocation or a free, the address, and bytes; nothing if there were too many.
+    """
+    kinds = {"alloc": True, "free_completed": False}
+    traces = _snapshot()["device_traces"]
+    events = traces[device] if device < len(traces) else []
+    if len(events) >= most:
+        return []
+    return [(kinds[one["action"]], one["addr"], one["size"]) for one in events if one["action"] in kinds]
+
+
+def end_recording():
+    """Ends what record_allocations() began."""
+    _record(None)

@@ -1401,6 +1401,8 @@ class Model:
                 session.arenas.gradients_discard()
             kind = "train" if torch.is_grad_enabled() else "infer"
             session.brackets.iteration_begin(kind, self.label(args, kwargs))
+            if session.allocator and kind == "train":
+                session.allocator.step_begins()
             for model in session.models:
                 model.blocks.decide()
         session.brackets.pass_begin()

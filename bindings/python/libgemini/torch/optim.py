@@ -356,6 +356,8 @@ class Optimizer(torch.optim.Optimizer):
         if going and not self.rule.by_parameter:
             loss = self.rule.step_whole(args, kwargs)
         with torch.no_grad():
+            if session.allocator and session.brackets.iteration:
+                session.allocator.step_ends()
             session.brackets.iteration_end()
             session.backward.step_ends()
         inner: typing.Any = self.inner
