@@ -242,3 +242,15 @@ gemini_status_t gmi_model_make(const gmi_facts_t *facts, const uint8_t *on_devic
   *model_out = model;
   return GEMINI_OK;
 }
+
+uint64_t gmi_links_busy_ns(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count, bool sums) {
+  uint64_t most_ns = 0;
+  for (uint32_t group = 0; group < input->groups.group_count; group++) {
+    uint64_t busy_ns = 0;
+    for (uint32_t i = 0; i < count; i++)
+      if (all[i].group == group)
+        busy_ns += sums ? input->groups.links[group].sum_ns : input->groups.links[group].gather_ns;
+    if (busy_ns > most_ns) most_ns = busy_ns;
+  }
+  return most_ns;
+}

@@ -102,6 +102,9 @@ void gmi_hits_free(gmi_hits_t *hits);
  * caller frees it by gmi_plan_free(). */
 gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hits, gmi_plan_t *plan);
 
+/* The busy time of the link of the group whose gathers, or sums, take longest. */
+uint64_t gmi_links_busy_ns(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count, bool sums);
+
 /* Does the work of gmi_plan_simulate(). iterations_out: iterations simulated until the steady state; may be NULL. */
 gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out);
 

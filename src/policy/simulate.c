@@ -23,7 +23,8 @@
  *   sums before it. Behind a sum, the slice goes to the host over the link of write-backs. Parts of slices that are on
  *   the device need no link. Other ranks are as fast as this one.
  * - A device piece is a stage of the compute stream, after its op. If pieces run apart (input->pieces_apart), it
- *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
+ *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it;
+ *   with GMI_PIECES_SHARE the compute stream also stands still for as long as it takes.
  * - The host issues work ahead of the device at no cost, but waits for the compute stream at the begin of an iteration,
  *   where users read the loss. So nothing that an iteration issues starts before its begin. Work in flight continues.
  *
@@ -447,19 +448,6 @@ static void note_parts(const gmi_plan_collective_t *all, uint32_t count, uint32_
       here[*next] |= (uint8_t)((resident[all[*next].parts[k]] != 0) << k);
 }
 
-/* The busy time of the group's link that takes longest. */
-static uint64_t links_busy(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count, bool sums) {
-  uint64_t most_ns = 0;
-  for (uint32_t group = 0; group < input->groups.group_count; group++) {
-    uint64_t busy_ns = 0;
-    for (uint32_t i = 0; i < count; i++)
-      if (all[i].group == group)
-        busy_ns += sums ? input->groups.links[group].sum_ns : input->groups.links[group].gather_ns;
-    most_ns = later(most_ns, busy_ns);
-  }
-  return most_ns;
-}
-
 /* Adds up what the groups move. Copies of slices are work of the links between host and device. */
 static void count_traffic(const machine_t *m, gmi_plan_t *plan) {
   const gmi_plan_input_t *input = m->facts->input;
@@ -479,8 +467,8 @@ static void count_traffic(const machine_t *m, gmi_plan_t *plan) {
           gmi_plan_part_ns(input, sum ? input->evict_ns : input->fetch_ns, c->part_bytes[k]);
     }
   }
-  plan->gather_busy_ns = links_busy(input, input->groups.gathers, input->groups.gather_count, false);
-  plan->sum_busy_ns = links_busy(input, input->groups.sums, input->groups.sum_count, true);
+  plan->gather_busy_ns = gmi_links_busy_ns(input, input->groups.gathers, input->groups.gather_count, false);
+  plan->sum_busy_ns = gmi_links_busy_ns(input, input->groups.sums, input->groups.sum_count, true);
 }
 
 static uint64_t latest_of(const uint64_t *ns, uint32_t count) {
@@ -501,6 +489,7 @@ static void update_on_device(machine_t *m, uint32_t piece) {
       later(later(m->idle.device_update_ns, m->idle.stream_ns), ready_ns) + input->pieces[piece].device_ns;
   for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++)
     m->updated_ns[input->piece_chunks[i]] = m->idle.device_update_ns;
+  if (input->pieces_apart == GMI_PIECES_SHARE) m->idle.stream_ns += input->pieces[piece].device_ns;
 }
 
 /* Returns when the device pieces that update the op's chunks are done; 0 unless pieces run apart. */
@@ -750,7 +739,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   plan->compute_ns = input->outside_ns, plan->update_busy_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
-    if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
+    const bool apart = input->pieces_apart == GMI_PIECES_APART;
+    if (plan->piece_on_device[p]) *(apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
   plan->file_chunks = m.file_chunks;
