@@ -22,7 +22,7 @@ static void test_pieces_behind_the_last_op_are_not_outside(void) {
   t->now.pieces_ns = end - 200;
   CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 700);
   CHECK_EQ(gmi_tracer_outside(m, begin, end - 50, false), 200); /* they outlast the iteration */
-  t->now.pieces_ns = end - 400;                          /* queued while ops ran */
+  t->now.pieces_ns = end - 400;                                 /* queued while ops ran */
   CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 600);
   t->in_ops_ns = 1400;
   CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 1); /* nothing but pieces, as far as is known */
