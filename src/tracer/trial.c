@@ -125,7 +125,7 @@ void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
     gmi_plan_bundle_free(&bundle);
     return;
   }
-  v->trace.apart = true;
+  v->trace.apart = expects_apart(&bundle);
   const uint64_t before_ns = v->bundle.plan.predicted_ns, before = try_plan(m, v, &bundle);
   gmi_log(m, GEMINI_LOG_INFO,
           "plan %llu is tried: with the newest times it predicts a step of %.6f s, plan %llu %.6f s",

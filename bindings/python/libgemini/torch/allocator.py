@@ -181,9 +181,9 @@ class Pool(Process):
 
         Not if the user has configured torch's allocator: some of its options exclude one large segment.
         """
-        configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-        tells = hasattr(self.pool, "snapshot")
-        return self.fresh and self.routed and tells and not self.session.ranks and not configured
+        if not self.fresh or not self.routed or self.session.ranks or not hasattr(self.pool, "snapshot"):
+            return False
+        return not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
     def find_sizes(self):
         """Returns which segments the pool should have, as segments.exchange() does."""
