@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include "gemini/hook.h"
 #include "tester.h"
 
 /* ---- brackets */
@@ -109,6 +110,16 @@ void run_phase(actor_t *a, const op_t *op) {
 bool make_phase(actor_t *a, op_t *op) {
   op_add(op, chance(a, 97) ? rnd(a, 4) : 4);
   return true;
+}
+
+/* Whatever is live: at worst the next iteration needs more than the plan that is made expects. */
+void run_compacted(actor_t *a, const op_t *op) {
+  manager_t *m = manager_of(a, op);
+  if (m->open) CALL(a, m->iteration && !m->op ? OK : STATE, gemini_hook_compacted, m->handle);
+}
+bool make_compacted(actor_t *a, op_t *op) {
+  manager_t *m = manager_of(a, op);
+  return m->open && ((m->iteration && !m->op) || chance(a, 5));
 }
 
 /* Name, stream. */

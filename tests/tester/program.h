@@ -34,6 +34,7 @@
   X(iteration_begin, 20, FIRST) \
   X(iteration_end, 20, FIRST)   \
   X(phase, 20, FIRST)           \
+  X(compacted, 4, FIRST)        \
   X(op_begin, 40, FIRST)        \
   X(op_end, 40, FIRST)          \
   X(acquire, 300, OWN)          \
