@@ -194,6 +194,13 @@ def test_pool_becomes_as_small_as_a_step_needs(cuda, session, monkeypatch):
     assert cuda.told == recording + TIDIED[1:]
 
 
+@pytest.mark.parametrize("left", [1, 4])
+def test_pool_stays_where_no_size_is_enough(cuda, session, monkeypatch, left):
+    """As a step leaves so much that two of them need more than is tried."""
+    cuda.events = [(True, number, 4 * MIB) for number in range(left)] + [(True, 9, 1)]
+    assert first_steps(cuda, monkeypatch, begun(cuda, session, "pool")) == ([8 * MIB] if left == 1 else [])
+
+
 def test_pool_records_until_a_step_or_the_session_ends(cuda, session):
     owner, cuda.events = begun(cuda, session, "pool"), []
     model = nn.Linear(8, 8)

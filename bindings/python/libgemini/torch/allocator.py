@@ -196,6 +196,8 @@ class Pool(Process):
             self.end_recording()
             end = max((i + 1 for i, (allocates, _, _) in enumerate(events) if allocates), default=0)
             size = segments.smallest(events, end)
+            if events and not size:
+                return []
         pool = self.pool.snapshot()
         if not size:
             size = torch.cuda.max_memory_allocated(device) + segments.largest(pool)
