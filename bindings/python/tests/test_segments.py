@@ -88,8 +88,8 @@ def test_a_step_has_room_in_the_smallest_segment_and_in_none_an_eighth_smaller()
     found, more = 0, 0
     for seed in range(60):
         events, end = steps(random.Random(seed))
-        numbered = segments.number(events[:end])
-        stay = {block for block, size in segments.number(events)[len(numbered) :] if not size}
+        numbered, _ = segments.number(events[:end])
+        stay = {block for block, size in segments.number(events)[0][len(numbered) :] if not size}
         size, most = segments.smallest(events, end), segments.most_at_once(numbered)
         largest = max(size for _, size in numbered)
         if not size:

@@ -53,7 +53,7 @@ class Simulation:
         return size
 
     def _join(self, offset: int, after: int) -> None:
-        """Makes two neighbours, in neither of which is anything, one block."""
+        """Makes one block of two neighbours that hold nothing."""
         self.sizes[offset] += self.sizes.pop(after)
         del self.before[after], self.is_free[after]
         end = offset + self.sizes[offset]
@@ -74,13 +74,14 @@ class Simulation:
         bisect.insort(self.free, (self.sizes[offset], offset))
 
 
-def number(events: typing.Sequence[Event]) -> list[tuple[int, int]]:
-    """The large ones of a step's allocations and frees, with numbers of blocks in the place of addresses.
+def number(events: typing.Iterable[Event]) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    """Replaces the addresses of a step's large tensors by numbers of blocks.
 
     Returns:
-        The number of a block and its bytes, or 0 where it is freed.
+        For each allocation the number of a block and its bytes, and for each free its number and 0; and the numbers of
+        the blocks that are left, by their addresses.
     """
-    blocks: dict[int, int] = {}  # numbers by address
+    blocks: dict[int, int] = {}
     numbered, count = [], 0
     for allocates, address, size in events:
         if allocates and size > SMALL:
@@ -89,7 +90,7 @@ def number(events: typing.Sequence[Event]) -> list[tuple[int, int]]:
             count += 1
         elif not allocates and address in blocks:
             numbered.append((blocks.pop(address), 0))
-    return numbered
+    return numbered, blocks
 
 
 def has_room(size: int, events: typing.Sequence[tuple[int, int]], stay: typing.Collection[int]) -> bool:
@@ -139,12 +140,11 @@ def smallest(events: typing.Sequence[Event], end: int | None = None) -> int:
         Bytes: the most that large tensors need at once, and as many eighths of the largest one as are needed, sixteen
         at most; 0 if that is too little or no tensor is large.
     """
-    numbered = number(events)
-    ended = len(number(events[:end]))
-    stay = {block for block, size in numbered[ended:] if not size}
-    numbered = numbered[:ended]
-    largest = max((size for _, size in numbered), default=0)
-    sizes = [most_at_once(numbered) + largest * share // 8 for share in range(17)] if largest else []
+    end = len(events) if end is None else end
+    numbered, left = number(events[:end])
+    stay = {left[address] for allocates, address, _ in events[end:] if not allocates and address in left}
+    most, largest = most_at_once(numbered), max((size for _, size in numbered), default=0)
+    sizes = [most + largest * share // 8 for share in range(17)] if largest else []
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
