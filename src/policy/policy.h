@@ -93,10 +93,6 @@ typedef struct gmi_plan_groups {
   const gmi_plan_group_t *links; /* [group_count] */
 } gmi_plan_groups_t;
 
-/* How the simulation has device pieces run: in turns with ops, as on one stream; beside ops, whose next use of a chunk
- * waits for its piece; or beside them, and what pieces compute lengthens ops. */
-typedef enum { GMI_PIECES_TURNS, GMI_PIECES_APART, GMI_PIECES_SHARE } gmi_pieces_t;
-
 enum { GMI_PLACEMENTS = GEMINI_PLACEMENT_STATIC + 1 }; /* how many there are */
 typedef struct gmi_plan_input {
   uint32_t op_count, chunk_count, frame_count, piece_count;
@@ -119,7 +115,7 @@ typedef struct gmi_plan_input {
   uint32_t placement;                   /* GEMINI_PLACEMENT_*, below GMI_PLACEMENTS */
   uint32_t home_slots; /* chunks that fit on the host and in files together; with AUTO the states of as many pieces stay
                         * on the device as have no room there. 0: all chunks fit */
-  uint32_t pieces_apart; /* gmi_pieces_t */
+  uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */
   gmi_plan_groups_t groups;

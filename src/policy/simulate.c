@@ -23,8 +23,7 @@
  *   sums before it. Behind a sum, the slice goes to the host over the link of write-backs. Parts of slices that are on
  *   the device need no link. Other ranks are as fast as this one.
  * - A device piece is a stage of the compute stream, after its op. If pieces run apart (input->pieces_apart), it
- *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it;
- *   with GMI_PIECES_SHARE the compute stream also stands still for as long as it takes.
+ *   instead starts when its op and the device piece before it have ended, and the next use of its chunks waits for it.
  * - The host issues work ahead of the device at no cost, but waits for the compute stream at the begin of an iteration,
  *   where users read the loss. So nothing that an iteration issues starts before its begin. Work in flight continues.
  *
@@ -489,7 +488,6 @@ static void update_on_device(machine_t *m, uint32_t piece) {
       later(later(m->idle.device_update_ns, m->idle.stream_ns), ready_ns) + input->pieces[piece].device_ns;
   for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++)
     m->updated_ns[input->piece_chunks[i]] = m->idle.device_update_ns;
-  if (input->pieces_apart == GMI_PIECES_SHARE) m->idle.stream_ns += input->pieces[piece].device_ns;
 }
 
 /* Returns when the device pieces that update the op's chunks are done; 0 unless pieces run apart. */
@@ -739,8 +737,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   plan->compute_ns = input->outside_ns, plan->update_busy_ns = 0;
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
-    const bool apart = input->pieces_apart == GMI_PIECES_APART;
-    if (plan->piece_on_device[p]) *(apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
+    if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
   plan->file_chunks = m.file_chunks;

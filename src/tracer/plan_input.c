@@ -437,9 +437,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .link_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST),
                                      .file_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_HOST, GEMINI_TIER_FILE),
                                      .placement = m->config.placement,
-                                     .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED ? GMI_PIECES_APART
-                                                     : trace->apart                              ? GMI_PIECES_SHARE
-                                                                                                 : GMI_PIECES_TURNS,
+                                     .pieces_apart = m->config.device == GEMINI_DEVICE_SIMULATED,
                                      .static_param_fraction = m->config.static_param_fraction,
                                      .static_optim_fraction = m->config.static_optim_fraction,
                                      .groups = { .gather_count = trace->gather_count,

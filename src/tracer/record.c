@@ -270,11 +270,11 @@ static void resolve_ops(gmi_manager_t *m, bool block, uint32_t most) {
   }
 }
 void gmi_tracer_resolve(gmi_manager_t *m, bool block) { resolve_ops(m, block, UINT32_MAX); }
-uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns, bool apart) {
+uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns) {
   const gmi_tracer_t *t = m->trace.tracer;
   if (t->in_ops_ns >= now_ns - begin_ns) return 0;
   const uint64_t outside_ns = now_ns - begin_ns - t->in_ops_ns;
-  if (!t->now.pieces_ns || apart) return outside_ns;
+  if (!t->now.pieces_ns || m->config.device == GEMINI_DEVICE_SIMULATED) return outside_ns;
   const uint64_t from_ns = t->now.ended_ns > t->now.pieces_ns ? t->now.ended_ns : t->now.pieces_ns;
   uint64_t end_ns = now_ns;
   if (gmi_fence_reached(m, m->update.end) && (!time_of(m, m->update.end, &end_ns) || end_ns > now_ns)) end_ns = now_ns;

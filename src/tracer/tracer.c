@@ -109,8 +109,7 @@ static void learn_late(gmi_manager_t *m, uint64_t now_ns) {
   if (!v || v->last_used != t->iteration) return;
   if (t->record.op_count == v->trace.op_count) learn_times(t, v);
   if (!t->resolved || t->resolved != v->trace.op_count) return;
-  const bool apart = m->config.device == GEMINI_DEVICE_SIMULATED || v->trace.apart;
-  const uint64_t outside_ns = gmi_tracer_outside(m, t->begun_ns, now_ns, apart);
+  const uint64_t outside_ns = gmi_tracer_outside(m, t->begun_ns, now_ns);
   if (!outside_ns) return;
   if (v->planned_runs == 1) v->trace.outside.count = 0;
   v->trace.outside_ns = gmi_times_add(&v->trace.outside, outside_ns);

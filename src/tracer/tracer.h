@@ -98,7 +98,6 @@ typedef struct gmi_trace {
   uint32_t *ahead_ops;
   uint32_t ahead_count;
   bool ahead;
-  bool apart; /* plans for it on a GPU expect device pieces to run beside ops; not in files */
   /* Uses of chosen ops in one iteration, in the order of ops: of a variant, in the one that had the largest such op.
    * Not in files. */
   gmi_trace_list_t chosen;

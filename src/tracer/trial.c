@@ -104,19 +104,12 @@ bool gmi_tracer_trial_predict(gmi_manager_t *m, variant_t *v) {
   return true;
 }
 
-/* Was a plan made for device pieces that run beside ops? */
-static bool expects_apart(const gmi_plan_bundle_t *bundle) { return bundle->input.pieces_apart == GMI_PIECES_SHARE; }
-
 void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
   gmi_plan_bundle_t bundle;
   if (!gmi_tracer_trial_predict(m, v)) return;
   if (v->trial.before.bundle.made || v->trial_lost || v->reads_only || v->still || v->planned_runs > TRIAL_RUNS ||
-      has_collectives(&v->bundle))
+      has_collectives(&v->bundle) || gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle))
     return;
-  v->trace.apart = true;
-  const gemini_status_t status = gmi_plan_bundle_make(m, &v->trace, m->cut.chunk_shift, &bundle);
-  v->trace.apart = expects_apart(&v->bundle);
-  if (status) return;
   /* It has to promise a shorter step than the plan does, and than the plan's steps are: that the model takes these for
    * longer is no reason to leave it. */
   const uint64_t took_ns = shortest_step(&v->trial.steps, m->trace.tracer->now.step.took);
@@ -125,7 +118,6 @@ void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
     gmi_plan_bundle_free(&bundle);
     return;
   }
-  v->trace.apart = expects_apart(&bundle);
   const uint64_t before_ns = v->bundle.plan.predicted_ns, before = try_plan(m, v, &bundle);
   gmi_log(m, GEMINI_LOG_INFO,
           "plan %llu is tried: with the newest times it predicts a step of %.6f s, plan %llu %.6f s",
@@ -143,7 +135,6 @@ static void return_to_before(gmi_manager_t *m, variant_t *v, bool took, bool for
           (double)(for_good ? shortest_step(&before->steps, took) : before->steps.opening[took]) * 1e-9,
           (unsigned long long)v->plan, (double)shortest_step(&v->trial.steps, took) * 1e-9);
   before->bundle = (gmi_plan_bundle_t){ 0 };
-  v->trace.apart = expects_apart(&bundle);
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &bundle);
   (void)gmi_plan_simulate(&bundle.input, &bundle.plan); /* if it fails, the plan predicts what it did before */

@@ -254,8 +254,8 @@ void gmi_tracer_choose_active(gmi_manager_t *m, const gmi_trace_op_t *wants_op);
 void gmi_tracer_summed(gmi_manager_t *m, const gmi_chunk_t *c);
 bool gmi_tracer_timings_reserve(gmi_tracer_t *t, uint32_t count);
 /* The time outside the ops of an iteration whose ops are resolved and known, from its begin until now, where the next
- * one begins; 0: not known. Without the device pieces behind the last op and their waits for chunks, unless they run
- * apart: else plans have them as stages of the ops' stream. */
-uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns, bool apart);
+ * one begins; 0: not known. Without the device pieces behind the last op and their waits for chunks, where plans have
+ * them as stages of the ops' stream. */
+uint64_t gmi_tracer_outside(gmi_manager_t *m, uint64_t begin_ns, uint64_t now_ns);
 
 #endif

@@ -8,6 +8,7 @@ static void test_pieces_behind_the_last_op_are_not_outside(void) {
   world_t w = world_open(world_config(8, 64, 0));
   gmi_manager_t *m = gmi_manager_get(w.mgr);
   gmi_tracer_t *t = m->trace.tracer;
+  const uint32_t device = m->config.device;
   gmi_lock(m, "test");
   gmi_fence_t fence;
   CHECK_OK(gmi_fence_now(m, m->update.stream, &fence));
@@ -15,23 +16,26 @@ static void test_pieces_behind_the_last_op_are_not_outside(void) {
   m->update.end = fence;
   uint64_t end;
   CHECK_OK(m->device.ops->stream.mark_time(m->device.self, m->update.stream, gmi_fence_mark(fence), &end));
+  m->config.device = GEMINI_DEVICE_CUDA; /* where updates take turns with operators */
   /* From 1000 before the pieces' end to 500 behind it; the ops took 600 and ended 300 before it. */
   const uint64_t begin = end - 1000, now = end + 500;
   t->in_ops_ns = 600, t->now.ended_ns = end - 300, t->now.pieces_ns = 0;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 900);
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 900);
   t->now.pieces_ns = end - 200;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 700);
-  CHECK_EQ(gmi_tracer_outside(m, begin, end - 50, false), 200); /* they outlast the iteration */
-  t->now.pieces_ns = end - 400;                                 /* queued while ops ran */
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 600);
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 700);
+  CHECK_EQ(gmi_tracer_outside(m, begin, end - 50), 200); /* they outlast the iteration */
+  t->now.pieces_ns = end - 400;                          /* queued while ops ran */
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 600);
   t->in_ops_ns = 1400;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 1); /* nothing but pieces, as far as is known */
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 1); /* nothing but pieces, as far as is known */
   t->in_ops_ns = 1500;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 0);
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 0);
   t->in_ops_ns = UINT64_MAX;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, false), 0);
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 0);
+  m->config.device = GEMINI_DEVICE_SIMULATED; /* where they run apart, and plans have no stages for them */
   t->in_ops_ns = 600;
-  CHECK_EQ(gmi_tracer_outside(m, begin, now, true), 900); /* a plan for pieces apart has no stages for them */
+  CHECK_EQ(gmi_tracer_outside(m, begin, now), 900);
+  m->config.device = device;
   gmi_unlock(m);
   world_close(&w);
 }

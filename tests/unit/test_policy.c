@@ -139,7 +139,7 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
   }
   i->input.frame_count = need + (slack > 0 ? below(seed, slack + 1) : 0);
   i->input.spare_slots = below(seed, 2 * pieces + 1);
-  i->input.pieces_apart = below(seed, 3);
+  i->input.pieces_apart = below(seed, 2);
   i->input.static_param_fraction = 0.25 * below(seed, 5);
   i->input.static_optim_fraction = 0.25 * below(seed, 5);
 }
@@ -912,7 +912,7 @@ static void check_events(bool groups, uint64_t seed) {
       i.input.spare_slots = below(&seed, 5 * layers);
     }
     i.input.placement = n % 3;
-    i.input.pieces_apart = GMI_PIECES_TURNS;
+    i.input.pieces_apart = 0;
     i.input.outside_ns = n % 4 == 1 ? below(&other, 300) : 0;
     if (groups) add_groups(&i, &seed);
     if (n % 5 == 0) i.input.groups.gather_count = 0; /* sums alone */
@@ -1020,7 +1020,7 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
   static instance_t i;
   for (int used = 0; used < 2; used++) { /* 500..800, beside op 1 or before it */
     instance_begin(&i, 2, 2, 100, 50);
-    i.input.pieces_apart = GMI_PIECES_APART;
+    i.input.pieces_apart = 1;
     add_op(&i, 500, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
     add_op(&i, 500, 0), add_access(&i, used ? 0 : 1, GMI_ACCESS_READ);
     add_piece(&i, 0, 5000, 300), add_piece_chunk(&i, 0, true);
@@ -1029,7 +1029,7 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
   /* One behind the other: the next iteration's op waits for the first one, or for neither, but they fall behind. */
   for (int used = 0; used < 2; used++) {
     instance_begin(&i, 3, 3, 100, 50);
-    i.input.pieces_apart = GMI_PIECES_APART;
+    i.input.pieces_apart = 1;
     add_op(&i, 10, 0), add_access(&i, used ? 0 : 2, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
     add_piece(&i, 0, 5000, 200), add_piece_chunk(&i, 0, true);
     add_piece(&i, 0, 5000, 300), add_piece_chunk(&i, 1, false);
@@ -1037,27 +1037,11 @@ static void test_simulate_device_pieces_apart_run_beside_ops(void) {
   }
   /* The chunk leaves its frame to op 1's memory behind the piece and the copy: 10..210..260. */
   instance_begin(&i, 1, 1, 100, 50);
-  i.input.pieces_apart = GMI_PIECES_APART;
+  i.input.pieces_apart = 1;
   add_op(&i, 10, 0), add_access(&i, 0, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
   add_op(&i, 20, 1);
   add_piece(&i, 0, 5000, 200), add_piece_chunk(&i, 0, true);
   check_times(&i.input, 100 + 10 + 200 + 50 + 20, 30, 100, 50, 0);
-}
-
-/* The state of the piece behind op 2 comes in the frame of op 1's chunk, 510..610. In turns, the next iteration waits for
- * it, and for the piece, 610..630; beside ops, op 0 does not, whose chunk is there. */
-static void test_simulate_device_pieces_that_share_wait_beside_ops(void) {
-  static instance_t i;
-  const uint64_t step_ns[] = { [GMI_PIECES_TURNS] = 630, [GMI_PIECES_APART] = 520, [GMI_PIECES_SHARE] = 540 };
-  for (uint32_t apart = GMI_PIECES_TURNS; apart <= GMI_PIECES_SHARE; apart++) {
-    instance_begin(&i, 4, 3, 100, 50);
-    i.input.pieces_apart = apart;
-    add_op(&i, 500, 0), add_access(&i, 0, GMI_ACCESS_READ);
-    add_op(&i, 10, 0), add_access(&i, 3, GMI_ACCESS_READ);
-    add_op(&i, 10, 0), add_access(&i, 1, GMI_ACCESS_READ | GMI_ACCESS_WRITE);
-    add_piece(&i, 2, 5000, 20), add_piece_chunk(&i, 1, true), add_piece_chunk(&i, 2, false);
-    check_times(&i.input, step_ns[apart], apart == GMI_PIECES_APART ? 520 : 540, 200, 50, 0);
-  }
 }
 
 static void test_simulate_prefetch_hides_fetches(void) {
@@ -1680,7 +1664,6 @@ int main(int argc, char **argv) {
   RUN(test_simulate_updates_are_current_after_a_delay);
   RUN(test_simulate_device_piece_runs_on_the_stream);
   RUN(test_simulate_device_pieces_apart_run_beside_ops);
-  RUN(test_simulate_device_pieces_that_share_wait_beside_ops);
   RUN(test_simulate_prefetch_hides_fetches);
   RUN(test_simulate_heap_growth_waits_for_write_back);
   RUN(test_simulate_fresh_chunk_waits_for_its_frame);

@@ -174,39 +174,6 @@ static void test_plan_that_promises_more_than_steps_take_is_not_tried(void) {
   }
 }
 
-/* On a GPU, plans that are tried expect device pieces to run beside ops, and those before do not. */
-static void test_plan_that_is_tried_expects_pieces_beside_ops(void) {
-  for (int kind = 0; kind < 3; kind++) { /* none is tried; it proves faster; it proves slower */
-    loop_t *l = loop_open();
-    variant_t *v = variant(l);
-    l->m->config.device = GEMINI_DEVICE_CUDA; /* plans are made for one; steps run on the simulated device */
-    for (int i = 0; i < 12; i++) {
-      step(l, 0);
-      set(&v->trial.steps, SHORT);
-      if (v->trial.before.bundle.made) set(&v->trial.before.steps, LONG);
-    }
-    const uint64_t plan = v->plan;
-    CHECK_EQ(v->bundle.input.pieces_apart, GMI_PIECES_TURNS);
-    while (v->planned_runs < 32 && v->plan == plan) {
-      set(&v->trial.steps, kind ? LONG : SHORT);
-      step(l, 5000);
-    }
-    CHECK_EQ(v->plan, plan + (uint64_t)(kind > 0));
-    CHECK_EQ(v->bundle.input.pieces_apart, kind ? GMI_PIECES_SHARE : GMI_PIECES_TURNS);
-    CHECK_EQ(v->trace.apart, kind > 0);
-    if (kind) {
-      set(&v->trial.before.steps, kind == 1 ? LONG : SHORT);
-      end_trial(l, kind == 1 ? SHORT : LONG);
-      CHECK(!v->trial.before.bundle.made);
-      CHECK_EQ(v->trial_lost, kind == 2);
-      CHECK_EQ(v->bundle.input.pieces_apart, kind == 1 ? GMI_PIECES_SHARE : GMI_PIECES_TURNS);
-      CHECK_EQ(v->trace.apart, kind == 1);
-    }
-    l->m->config.device = GEMINI_DEVICE_SIMULATED;
-    loop_close(l);
-  }
-}
-
 static void test_prediction_follows_the_times(void) {
   loop_t *l = loop_open();
   variant_t *v = variant(l);
@@ -229,7 +196,6 @@ int main(void) {
   RUN(test_second_plan_stays_if_one_of_the_first_steps_was_long);
   RUN(test_longer_one_of_the_first_two_steps_is_known);
   RUN(test_plan_that_promises_more_than_steps_take_is_not_tried);
-  RUN(test_plan_that_is_tried_expects_pieces_beside_ops);
   RUN(test_prediction_follows_the_times);
   return check_done();
 }
