@@ -190,7 +190,7 @@ def test_pool_is_compacted_once_as_the_first_step_ends(cuda, session, monkeypatc
 def test_pool_becomes_as_small_as_a_step_needs(cuda, session, monkeypatch):
     cuda.events = [(True, 1, 8 * MIB), (True, 2, 16 * MIB), (True, 3, 1), (False, 3, 1), (False, 1, 8 * MIB)]
     assert first_steps(cuda, monkeypatch, begun(cuda, session, "pool")) == [40 * MIB]  # 2 is kept by the second step
-    recording = [("record", allocator._MOST_EVENTS), TIDIED[0], ("end recording",)]
+    recording = [TIDIED[0], ("record", allocator._MOST_EVENTS), TIDIED[0], ("end recording",)]
     assert cuda.told == recording + TIDIED[1:]
 
 
@@ -207,13 +207,13 @@ def test_pool_records_until_a_step_or_the_session_ends(cuda, session):
     model, _ = gm.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
     for _ in range(2):
         model(torch.ones(2, 8))
-    record = ("record", allocator._MOST_EVENTS)
-    assert cuda.told == [BEGIN, record, ("end recording",), record]
+    record = [("clear workspaces",), ("record", allocator._MOST_EVENTS)]
+    assert cuda.told == [BEGIN, *record, ("end recording",), *record]
     with torch.no_grad():
         model(torch.ones(2, 8))
     assert owner.allocator.records
     gm.close()
-    assert cuda.told[4] == ("end recording",) and not owner.allocator.records
+    assert cuda.told[6] == ("end recording",) and not owner.allocator.records
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -149,6 +149,7 @@ class Pool(Process):
             return
         self.end_recording()  # of a pass that no step followed
         if internals.may_record():
+            internals.clear_workspaces()  # else the record would lack those of work before the step
             internals.record_allocations(_MOST_EVENTS)
             self.records = True
 
