@@ -3,10 +3,12 @@
  * the choice.
  * SPDX-License-Identifier: Apache-2.0
  *
- * A candidate is a pair (device_count, reduce): the first device_count pieces of an order of preference run on the
- * device, and MIN works with reduce frames less than available. Holding frames back costs fetches, but leaves frames
- * for fetches that start earlier. Without pieces, what stays on the device is also spread evenly (spread.c). Each
- * candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and the one with the shortest predicted
+ * A candidate is a triple (device_count, reduce, hold): the first device_count pieces of an order of preference run on
+ * the device, MIN works with reduce frames less than available, and the states of the first hold pieces stay on the
+ * device for good. Reducing costs fetches, but leaves frames for fetches that start earlier. MIN makes the fewest
+ * fetches, whatever they bring: to keep a parameter between two uses it lets a state come and go, which has to be
+ * written back, too, and needs a slot of the host. Without pieces, what stays on the device is also spread evenly
+ * (spread.c). Each candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and the one with the shortest predicted
  * iteration wins. Only one plan exists at a time; the best one is made again at the end. */
 #include <stdlib.h>
 #include <string.h>
@@ -23,20 +25,24 @@
 #define TIME_LIMIT_NS (UINT64_C(1) << 59)
 
 typedef struct candidate {
-  uint32_t device_count; /* number of pieces that run on the device: the first ones of planner_t.order */
-  uint32_t reduce;       /* frames that MIN does not use, so that fetches can start earlier */
-  uint32_t ring;         /* not 0: gmi_spread_make() with such a ring takes the place of MIN */
-  uint64_t predicted_ns, fetch_count;
+  uint32_t device_count;         /* number of pieces that run on the device: the first ones of planner_t.order */
+  uint32_t reduce;               /* frames that MIN does not use, so that fetches can start earlier */
+  uint32_t ring;                 /* not 0: gmi_spread_make() with such a ring takes the place of MIN */
+  uint32_t hold;                 /* number of pieces, at most device_count, whose states stay on the device for good */
+  uint64_t predicted_ns, copies; /* chunks fetched and written back */
 } candidate_t;
 
-/* State of gmi_plan_make(). Invariants: model and optimum belong to model_count pieces on the device (use_model())
- * and are zeroed if it is NONE; plan belongs to the candidate at. */
+/* State of gmi_plan_make(). Invariants: model and optimum belong to model_count pieces on the device, of which
+ * model_hold have their states there for good (use_model()), and are zeroed if model_count is NONE; plan belongs to the
+ * candidate at. */
 typedef struct planner {
   const gmi_plan_input_t *input;
   gmi_facts_t facts;
   uint32_t *order;                   /* [order_count] pieces that may run on the device, most preferred first */
   uint32_t order_count, model_count; /* model_count: pieces on the device in model; NONE: there is no model */
-  /* [chunk_count] 1: pinned; 2: state chunk of a device piece that stays for good (only if files is set); 0: neither */
+  uint32_t model_hold, bound_count;  /* bound_count: pieces on the device when bound was found, or NONE */
+  uint64_t bound;                    /* no plan with these pieces fetches less */
+  /* [chunk_count] 1: pinned; 2: state chunk of a device piece that stays for good; 0: neither */
   uint8_t *held;
   bool files; /* the host has no room for all states, so the states of device pieces stay on the device for good */
   uint8_t *on_device; /* [piece_count] */
@@ -227,18 +233,30 @@ static bool host_is_short(const gmi_plan_input_t *input, uint8_t *seen) {
   return input->host_slots > 0 && chunks > input->host_slots;
 }
 
-/* Makes p->model and p->optimum for the first device_count pieces of the order on the device, unless they are there
- * already. */
-static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
-  if (p->model_count == device_count) return GEMINI_OK;
-  drop_model(p);
-  memset(p->on_device, 0, p->input->piece_count);
+/* Marks the first device_count pieces of the order as on the device, and the states of the first hold ones as held, but
+ * those that a host piece needs as well. If files is set, the states of all of them. */
+static void mark(planner_t *p, uint32_t device_count, uint32_t hold) {
+  const gmi_plan_input_t *input = p->input;
+  memset(p->on_device, 0, input->piece_count);
   for (uint32_t i = 0; i < device_count; i++) p->on_device[p->order[i]] = 1;
-  if (p->files) {
-    for (uint32_t c = 0; c < p->input->chunk_count; c++) p->held[c] = p->held[c] == 1;
-    for (uint32_t i = 0; i < device_count; i++) hold_states(p, p->order[i]);
-  }
-  gemini_status_t status = gmi_model_make(&p->facts, p->on_device, p->held, &p->model);
+  for (uint32_t c = 0; c < input->chunk_count; c++) p->held[c] = p->held[c] == 1;
+  for (uint32_t i = 0; i < (p->files ? device_count : hold); i++) hold_states(p, p->order[i]);
+  if (p->files || hold == 0) return;
+  for (uint32_t piece = 0; piece < input->piece_count; piece++)
+    for (uint32_t i = input->pieces[piece].chunk_first; !p->on_device[piece] && i < gmi_plan_piece_end(input, piece);
+         i++)
+      p->held[input->piece_chunks[i]] = p->held[input->piece_chunks[i]] == 1;
+}
+
+/* Makes p->model and p->optimum for such pieces, and finds p->bound, unless they are there already. */
+static gemini_status_t use_model(planner_t *p, uint32_t device_count, uint32_t hold) {
+  if (p->model_count == device_count && p->model_hold == hold) return GEMINI_OK;
+  gemini_status_t status = GEMINI_OK;
+  if (hold > 0 && p->bound_count != device_count) status = use_model(p, device_count, 0);
+  if (status != GEMINI_OK) return status;
+  drop_model(p);
+  mark(p, device_count, hold);
+  status = gmi_model_make(&p->facts, p->on_device, p->held, &p->model);
   if (status != GEMINI_OK) return status;
   spend(p, 3 * model_visits(&p->model));
   status = gmi_min_make(&p->model, 0, &p->optimum);
@@ -247,14 +265,22 @@ static gemini_status_t use_model(planner_t *p, uint32_t device_count) {
     gmi_model_free(&p->model);
     return status;
   }
-  p->model_count = device_count;
+  p->model_count = device_count, p->model_hold = hold;
+  if (hold == 0) p->bound_count = device_count, p->bound = p->optimum.bound_count;
   return GEMINI_OK;
+}
+
+static bool is_state(const gmi_plan_input_t *input, uint32_t chunk) {
+  const uint8_t kind = input->chunk_kind[chunk];
+  return kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
 }
 
 /* Has host pieces computed ahead while there are spare slots: those first whose chunks are used soonest afterwards, as
  * their uses could wait least for an update that begins only then. */
 static void choose_ahead(const planner_t *p, gmi_plan_t *plan) {
   uint64_t left = p->input->spare_slots;
+  for (uint32_t c = 0; p->input->chunk_has_slot != NULL && c < p->input->chunk_count; c++)
+    left += plan->stays[c] && p->input->chunk_has_slot[c] && is_state(p->input, c);
   for (uint32_t i = 0; i < p->input->piece_count; i++) {
     const uint32_t piece = p->facts.pieces_by_gap[i], slots = p->input->pieces[piece].ahead_slots;
     if (!p->facts.can_ahead[piece] || plan->piece_on_device[piece] || slots > left) continue;
@@ -269,49 +295,57 @@ static gemini_status_t make_moves(planner_t *p, const gmi_model_t *model, const 
   gemini_status_t status = gmi_schedule_make(model, hits, &p->plan);
   if (status == GEMINI_OK) choose_ahead(p, &p->plan);
   if (status == GEMINI_OK) status = gmi_simulate(&p->facts, &p->plan, NULL);
-  p->plan.optimum_count = p->optimum.bound_count;
+  p->plan.optimum_count = p->bound;
   spend(p, SIMULATE_VISITS * (model_visits(model) + hits->fetch_count));
   return status;
 }
 
-/* Total order of candidates: predicted time, then fewer device pieces, fewer fetches, fewer frames held back. Being
- * total, it does not depend on the order of trials. */
+/* Total order of candidates: predicted time, then fewer device pieces, fewer copies, fewer frames held back, fewer
+ * pieces whose states stay. Being total, it does not depend on the order of trials. */
 static bool is_better(const candidate_t *a, const candidate_t *b) {
   if (b->device_count == NONE) return true;
   if (a->predicted_ns != b->predicted_ns) return a->predicted_ns < b->predicted_ns;
   if (a->device_count != b->device_count) return a->device_count < b->device_count;
-  if (a->fetch_count != b->fetch_count) return a->fetch_count < b->fetch_count;
+  if (a->copies != b->copies) return a->copies < b->copies;
   if (a->reduce != b->reduce) return a->reduce < b->reduce;
-  return a->ring < b->ring;
+  if (a->ring != b->ring) return a->ring < b->ring;
+  return a->hold < b->hold;
 }
 
-/* Traffic beyond 1.05 times the lower bound is not worth an earlier start of fetches. */
+/* Notes the candidate whose plan has just been made. */
+static void note_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, uint32_t ring, uint32_t hold) {
+  const uint64_t copies = p->plan.fetch_count + p->plan.evict_dirty_count;
+  p->at = (candidate_t){ device_count, reduce, ring, hold, p->plan.predicted_ns, copies };
+  if (is_better(&p->at, &p->best)) p->best = p->at;
+}
+
+/* Traffic beyond 1.05 times the lower bound is worth neither an earlier start of fetches nor states that stay. */
 static bool fetches_too_much(const planner_t *p, const gmi_hits_t *hits) {
-  return hits->fetch_count * 20 > p->optimum.bound_count * 21;
+  return hits->fetch_count * 20 > p->bound * 21;
 }
 
-/* Plans and simulates one candidate, and updates best. If reduce makes it fetch too much, the candidate is dropped and
- * *kept_out is false. */
-static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, bool *kept_out) {
+/* Plans and simulates one candidate, and updates best. If reduce or hold makes it fetch too much, the candidate is
+ * dropped and *kept_out is false. */
+static gemini_status_t try_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, uint32_t hold,
+                                     bool *kept_out) {
   *kept_out = false;
-  gemini_status_t status = use_model(p, device_count);
+  gemini_status_t status = use_model(p, device_count, hold);
   if (status != GEMINI_OK) return status;
   gmi_hits_t hits = { 0 };
   if (reduce > 0) {
     status = gmi_min_make(&p->model, reduce, &hits);
     spend(p, hits.visits);
     if (status != GEMINI_OK) return status;
-    if (fetches_too_much(p, &hits)) {
-      gmi_hits_free(&hits);
-      return GEMINI_OK;
-    }
+  }
+  if ((reduce > 0 || hold > 0) && fetches_too_much(p, reduce > 0 ? &hits : &p->optimum)) {
+    gmi_hits_free(&hits);
+    return GEMINI_OK;
   }
   p->candidates++;
   status = make_moves(p, &p->model, reduce > 0 ? &hits : &p->optimum);
   gmi_hits_free(&hits);
   if (status != GEMINI_OK) return status;
-  p->at = (candidate_t){ device_count, reduce, 0, p->plan.predicted_ns, p->plan.fetch_count };
-  if (is_better(&p->at, &p->best)) p->best = p->at;
+  note_candidate(p, device_count, reduce, 0, hold);
   *kept_out = true;
   return GEMINI_OK;
 }
@@ -321,15 +355,14 @@ typedef enum { SPREAD_TRIED, SPREAD_IMPOSSIBLE, SPREAD_FETCHES_TOO_MUCH } spread
 static gemini_status_t try_spread(planner_t *p, uint32_t ring, spread_t *outcome) {
   gmi_hits_t hits = { 0 };
   bool fits = false;
-  gemini_status_t status = use_model(p, 0);
+  gemini_status_t status = use_model(p, 0, 0);
   if (status == GEMINI_OK) status = gmi_spread_make(&p->model, ring, &hits, &fits);
   spend(p, hits.visits);
   *outcome = !fits ? SPREAD_IMPOSSIBLE : fetches_too_much(p, &hits) ? SPREAD_FETCHES_TOO_MUCH : SPREAD_TRIED;
   if (status == GEMINI_OK && *outcome == SPREAD_TRIED) {
     p->candidates++;
     status = make_moves(p, &p->model, &hits);
-    p->at = (candidate_t){ 0, 0, ring, p->plan.predicted_ns, p->plan.fetch_count };
-    if (status == GEMINI_OK && is_better(&p->at, &p->best)) p->best = p->at;
+    if (status == GEMINI_OK) note_candidate(p, 0, 0, ring, 0);
   }
   gmi_hits_free(&hits);
   return status;
@@ -343,13 +376,13 @@ static bool may_go_on(const planner_t *p, uint64_t reserve) {
 
 /* Tries reductions 0, 1, 2, 4, ... with device_count pieces on the device. Stops at the first one that fetches too
  * much (try_candidate()), after three in a row that are no faster, or if nothing is fetched. */
-static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint64_t reserve) {
+static gemini_status_t try_reductions(planner_t *p, uint32_t device_count, uint32_t hold, uint64_t reserve) {
   uint64_t least_ns = UINT64_MAX;
   uint32_t worse = 0;
   for (uint32_t reduce = 0; reduce == 0 || (reduce < p->input->frame_count && worse < 3 && may_go_on(p, reserve));
        reduce = reduce > 0 ? 2 * reduce : 1) {
     bool kept;
-    gemini_status_t status = try_candidate(p, device_count, reduce, &kept);
+    gemini_status_t status = try_candidate(p, device_count, reduce, hold, &kept);
     if (status != GEMINI_OK) return status;
     if (!kept || p->plan.fetch_count == 0 || reduce >= UINT32_C(1) << 30) break;
     worse = p->plan.predicted_ns < least_ns ? 0 : worse + 1;
@@ -442,8 +475,27 @@ static gemini_status_t plan_all(planner_t *p, bool *done_out) {
   if (input->piece_count == 0 || p->order_count < input->piece_count || count_that_fits(p) < input->piece_count)
     return GEMINI_OK;
   bool kept;
-  gemini_status_t status = try_candidate(p, input->piece_count, 0, &kept);
+  gemini_status_t status = try_candidate(p, input->piece_count, 0, 0, &kept);
   *done_out = status == GEMINI_OK && p->plan.fetch_count == 0 && p->plan.evict_first[input->op_count] == 0;
+  return status;
+}
+
+/* Tries the best candidate with the states of quarters of its pieces held, and quarters of fits pieces with those of
+ * all of them held. */
+static gemini_status_t try_holds(planner_t *p, uint32_t fits) {
+  const uint32_t reduce = p->best.reduce, best = p->best.device_count;
+  gemini_status_t status = GEMINI_OK;
+  for (uint32_t i = 0; i < 8 && status == GEMINI_OK && may_go_on(p, 0); i++) {
+    const bool all = i % 2;
+    const uint32_t part = (uint32_t)((uint64_t)(all ? fits : best) * (4 - i / 2) / 4);
+    const uint32_t hold = part < fits ? part : fits, count = all ? hold : best;
+    bool kept;
+    mark(p, count, hold);
+    p->model_count = NONE; /* what is marked no longer matches the model */
+    if (hold == 0 || !stages_fit(p->input, p->held, p->on_device, NULL)) continue;
+    status = try_candidate(p, count, reduce, hold, &kept);
+    if (status == GEMINI_OK && !kept) status = try_candidate(p, count, 0, hold, &kept);
+  }
   return status;
 }
 
@@ -453,7 +505,8 @@ static gemini_status_t plan_all(planner_t *p, bool *done_out) {
  * 2. Tries fits, quarters of it, all, and halfway between fits and all. With more than fits pieces on the device some
  *    states come and go. If the host is short of room, all is fits.
  * 3. Tries halfway between the best count and its neighbours, until they are adjacent or the work is used up.
- * 4. Tries all reductions with the best count. */
+ * 4. Unless the host is short of room, tries to have states stay (try_holds()).
+ * 5. Tries all reductions with the best count. */
 static gemini_status_t plan_auto(planner_t *p) {
   bool done;
   gemini_status_t status = plan_all(p, &done);
@@ -463,15 +516,15 @@ static gemini_status_t plan_auto(planner_t *p) {
   const uint32_t grid[] = {
     fits, least + over / 2, all, least + over / 4, least + (uint32_t)(((uint64_t)over * 3) / 4), fits + (all - fits) / 2
   };
-  status = try_reductions(p, least, WORK_LIMIT / 4 * 3);
+  status = try_reductions(p, least, 0, WORK_LIMIT / 4 * 3);
   uint32_t reduce = p->best.reduce; /* a reduction that suits no device pieces is a reasonable start with some */
   tried[count++] = least;
   for (uint32_t i = 0; i < sizeof grid / sizeof *grid && status == GEMINI_OK && may_go_on(p, 0); i++) {
     bool known = false, kept;
     for (uint32_t j = 0; j < count; j++) known = known || tried[j] == grid[i];
     if (known) continue;
-    status = try_candidate(p, grid[i], reduce, &kept);
-    if (status == GEMINI_OK && !kept) status = try_candidate(p, grid[i], 0, &kept);
+    status = try_candidate(p, grid[i], reduce, 0, &kept);
+    if (status == GEMINI_OK && !kept) status = try_candidate(p, grid[i], 0, 0, &kept);
     tried[count++] = grid[i];
   }
   for (bool refined = true; refined && status == GEMINI_OK;) {
@@ -487,29 +540,30 @@ static gemini_status_t plan_auto(planner_t *p) {
     for (uint32_t h = 0;
          h < half_count && status == GEMINI_OK && may_go_on(p, WORK_LIMIT / 5 * 2) && count < MAX_CANDIDATES; h++) {
       bool kept;
-      status = try_candidate(p, halves[h], reduce, &kept);
-      if (status == GEMINI_OK && !kept) status = try_candidate(p, halves[h], 0, &kept);
+      status = try_candidate(p, halves[h], reduce, 0, &kept);
+      if (status == GEMINI_OK && !kept) status = try_candidate(p, halves[h], 0, 0, &kept);
       tried[count++] = halves[h];
       refined = true;
     }
   }
+  if (status == GEMINI_OK && !p->files) status = try_holds(p, fits);
   if (status == GEMINI_OK && p->best.device_count != 0 && may_go_on(p, 0))
-    status = try_reductions(p, p->best.device_count, 0);
+    status = try_reductions(p, p->best.device_count, p->best.hold, 0);
   return status;
 }
 
 /* CPU, and STATIC with its sticky chunks: the only candidate follows the rule of gmi_visit_make(). held may differ
  * from p->held; then it needs a model of its own. */
 static gemini_status_t plan_visit(planner_t *p, uint32_t device_count, const uint8_t *sticky, const uint8_t *held) {
-  gemini_status_t status = use_model(p, device_count);
+  gemini_status_t status = use_model(p, device_count, 0);
   if (status != GEMINI_OK) return status;
   gmi_model_t model = { 0 };
   gmi_hits_t hits = { 0 };
   if (held != p->held) status = gmi_model_make(&p->facts, p->on_device, held, &model);
   if (status == GEMINI_OK) status = gmi_visit_make(held != p->held ? &model : &p->model, sticky, &hits);
   if (status == GEMINI_OK) status = make_moves(p, held != p->held ? &model : &p->model, &hits);
-  p->at = (candidate_t){ device_count, 0, 0, p->plan.predicted_ns, p->plan.fetch_count };
-  p->best = p->at;
+  p->best.device_count = NONE;
+  note_candidate(p, device_count, 0, 0, 0);
   gmi_hits_free(&hits);
   gmi_model_free(&model);
   return status;
@@ -587,6 +641,7 @@ static gemini_status_t find_next_use(planner_t *p) {
   const gmi_plan_input_t *input = p->input;
   const gmi_facts_t *facts = &p->facts;
   gmi_plan_t *plan = &p->plan;
+  mark(p, p->at.device_count, p->at.hold); /* the model may be another candidate's */
   plan->next_use = malloc((size_t)input->ops[input->op_count].access_first * sizeof(uint32_t) + 1);
   if (plan->next_use == NULL) return GEMINI_ERR_OOM_SYSTEM;
   uint32_t *ahead = p->stamp;
@@ -620,7 +675,7 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
   gemini_status_t status = check_input(input);
   if (status != GEMINI_OK) return status;
   planner_t p = { .input = input, .model_count = NONE, .work = WORK_LIMIT };
-  p.best.device_count = p.at.device_count = NONE;
+  p.best.device_count = p.at.device_count = p.bound_count = NONE;
   p.stamp = calloc((size_t)input->chunk_count + 1, sizeof *p.stamp);
   p.held = calloc((size_t)input->chunk_count + 1, 1);
   p.on_device = calloc((size_t)input->piece_count + 1, 1);
@@ -641,18 +696,18 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
     status = plan_visit(&p, 0, NULL, p.held);
   } else {
     find_order(&p);
-    if (input->placement == GEMINI_PLACEMENT_CUDA) status = try_reductions(&p, count_that_fits(&p), 0);
+    if (input->placement == GEMINI_PLACEMENT_CUDA) status = try_reductions(&p, count_that_fits(&p), 0, 0);
     else status = plan_auto(&p);
     if (status == GEMINI_OK && input->piece_count == 0 && p.best.predicted_ns > p.plan.compute_ns)
       status = try_spreads(&p);
   }
-  if (status == GEMINI_OK &&
-      (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce || p.at.ring != p.best.ring)) {
+  if (status == GEMINI_OK && (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce ||
+                              p.at.ring != p.best.ring || p.at.hold != p.best.hold)) {
     /* The last candidate is not the best: make the best again. Keeping one plan at a time bounds memory. */
     bool kept;
     spread_t outcome;
     status = p.best.ring > 0 ? try_spread(&p, p.best.ring, &outcome)
-                             : try_candidate(&p, p.best.device_count, p.best.reduce, &kept);
+                             : try_candidate(&p, p.best.device_count, p.best.reduce, p.best.hold, &kept);
   }
   if (status == GEMINI_OK) status = find_next_use(&p);
   p.plan.piece_use = p.facts.piece_use;

@@ -118,6 +118,9 @@ typedef struct gmi_plan_input {
   uint32_t pieces_apart; /* 1: device pieces overlap with ops; 0: they take turns with ops, as on one stream */
   double static_param_fraction, static_optim_fraction;
   const uint8_t *chunk_pinned; /* [chunk_count] or NULL; 1: the user pinned the chunk to the device */
+  /* [chunk_count] or NULL; 1: the chunk has a slot of the host, which is spare as well if the plan has the chunk, a
+   * state, stay on the device for good */
+  const uint8_t *chunk_has_slot;
   gmi_plan_groups_t groups;
 } gmi_plan_input_t;
 /* The most chunks of a piece. */

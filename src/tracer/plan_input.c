@@ -40,7 +40,7 @@ typedef struct {
   uint32_t piece_count;
   uint32_t *piece_chunks;
   uint64_t piece_chunk_count;
-  uint8_t *kind, *pinned;
+  uint8_t *kind, *pinned, *has_slot;
   uint32_t group_of[GMI_GROUPS], plan_group[GMI_GROUPS]; /* the manager's group of the plan's, and the other way */
   gmi_plan_collective_t *gathers, *sums;
   gmi_plan_group_t *links;
@@ -413,6 +413,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
   b.piece_chunks = calloc(b.piece_chunk_count + 1, sizeof *b.piece_chunks);
   b.kind = calloc(chunks + 1, 1);
   b.pinned = calloc(chunks + 1, 1);
+  b.has_slot = calloc(chunks + 1, 1);
   bundle.chunk_of = calloc(chunks + 1, sizeof *bundle.chunk_of);
   bundle.piece_first = calloc((size_t)trace->update_count + 1, sizeof *bundle.piece_first);
   b.gathers = calloc((size_t)trace->gather_count + 1, sizeof *b.gathers);
@@ -432,6 +433,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .piece_chunks = b.piece_chunks,
                                      .chunk_kind = b.kind,
                                      .chunk_pinned = b.pinned,
+                                     .chunk_has_slot = b.has_slot,
                                      .chunk_bytes = b.sizes.chunk_bytes,
                                      .frame_bytes = b.sizes.frame_bytes,
                                      .link_bytes = gmi_sizes_copy_bytes(&b.sizes, GEMINI_TIER_DEVICE, GEMINI_TIER_HOST),
@@ -446,8 +448,8 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                                  .gathers = b.gathers,
                                                  .sums = b.sums,
                                                  .links = b.links } };
-  if (!b.ops || !b.accesses || !b.pieces || !b.piece_chunks || !b.kind || !b.pinned || !bundle.chunk_of ||
-      !bundle.piece_first || !b.gathers || !b.sums || !b.links || !bundle.group_of)
+  if (!b.ops || !b.accesses || !b.pieces || !b.piece_chunks || !b.kind || !b.pinned || !b.has_slot ||
+      !bundle.chunk_of || !bundle.piece_first || !b.gathers || !b.sums || !b.links || !bundle.group_of)
     status = gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory to make a plan");
   if (!status) {
     build_accesses(&b, true);
@@ -458,6 +460,8 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
       for (uint32_t k = 0; a && k < b.count[i]; k++) {
         b.kind[b.base[i] + k] = (uint8_t)a->kind;
         b.pinned[b.base[i] + k] = cut_so && gmi_chunk_is_pinned(&a->chunks[k]) > 0;
+        /* where the host is short of room, chunks without a home take such slots */
+        b.has_slot[b.base[i] + k] = cut_so && !has_files && !short_home && gmi_chunk_has_slot(&a->chunks[k]);
       }
     }
     memcpy(bundle.group_of, b.group_of, sizeof b.group_of);
@@ -500,6 +504,7 @@ void gmi_plan_bundle_free(gmi_plan_bundle_t *bundle) {
   free((void *)(uintptr_t)bundle->input.piece_chunks);
   free((void *)(uintptr_t)bundle->input.chunk_kind);
   free((void *)(uintptr_t)bundle->input.chunk_pinned);
+  free((void *)(uintptr_t)bundle->input.chunk_has_slot);
   free((void *)(uintptr_t)bundle->input.groups.gathers);
   free((void *)(uintptr_t)bundle->input.groups.sums);
   free((void *)(uintptr_t)bundle->input.groups.links);

@@ -23,7 +23,7 @@ typedef struct instance {
   gmi_plan_access_t accesses[MAX_ACCESSES];
   gmi_plan_piece_t pieces[MAX_PIECES + 1];
   uint32_t piece_chunks[MAX_PIECE_CHUNKS];
-  uint8_t kind[MAX_CHUNKS], pinned[MAX_CHUNKS];
+  uint8_t kind[MAX_CHUNKS], pinned[MAX_CHUNKS], has_slot[MAX_CHUNKS];
   gmi_plan_collective_t gathers[MAX_COLLECTIVES], sums[MAX_COLLECTIVES];
   gmi_plan_group_t links[2];
 } instance_t;
@@ -38,6 +38,7 @@ static void instance_begin(instance_t *i, uint32_t chunks, uint32_t frames, uint
   i->input.piece_chunks = i->piece_chunks;
   i->input.chunk_kind = i->kind;
   i->input.chunk_pinned = i->pinned;
+  i->input.chunk_has_slot = i->has_slot;
   i->input.chunk_bytes = i->input.frame_bytes = i->input.link_bytes = i->input.file_bytes = 2097152;
   i->input.fetch_ns = fetch_ns;
   i->input.evict_ns = evict_ns;
@@ -114,6 +115,7 @@ static void instance_random(instance_t *i, uint64_t *seed, const shape_t *shape,
     i->pinned[w] = shape->pin_one_in > 0 && below(seed, shape->pin_one_in) == 0;
     pinned += i->pinned[w];
     i->kind[w] = (uint8_t)below(seed, 6);
+    i->has_slot[w] = i->pinned[w] || i->kind[w] % 2;
   }
   for (uint32_t op = 0; op < ops; op++) {
     uint32_t heap = shape->heap > 0 ? below(seed, shape->heap + 1) : 0, used = 0;
@@ -353,6 +355,21 @@ static void check_piece_use(const gmi_plan_input_t *in, const gmi_plan_t *plan) 
   }
 }
 
+/* What is computed ahead has room in spare slots, and in those of states that stay on the device. */
+static void check_ahead(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
+  uint64_t slots = in->spare_slots, taken = 0;
+  for (uint32_t w = 0; w < in->chunk_count; w++) {
+    const bool state = in->chunk_kind[w] == GEMINI_KIND_MASTER || in->chunk_kind[w] == GEMINI_KIND_MOMENTUM ||
+                       in->chunk_kind[w] == GEMINI_KIND_VARIANCE;
+    slots += state && in->chunk_has_slot[w] && plan->stays[w];
+  }
+  for (uint32_t p = 0; p < in->piece_count; p++) {
+    CHECK(!plan->piece_ahead[p] || (!plan->piece_on_device[p] && in->pieces[p].ahead_slots));
+    taken += plan->piece_ahead[p] ? in->pieces[p].ahead_slots : 0;
+  }
+  CHECK(taken <= slots);
+}
+
 static void check_plan(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
   stage_t stages[MAX_OPS + MAX_PIECES];
   uint32_t count = list_stages(in, plan, stages);
@@ -360,6 +377,7 @@ static void check_plan(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
   check_replay(in, plan, stages, count);
   check_next_use(in, plan, stages, count);
   check_piece_use(in, plan);
+  check_ahead(in, plan);
 }
 
 static void make(const gmi_plan_input_t *in, gmi_plan_t *plan) {
@@ -938,6 +956,54 @@ static void check_events(bool groups, uint64_t seed) {
   }
   CHECK(equal > 350 && bound > 200 && ordered > (groups ? 15 : 30));
   CHECK(groups ? waiting > 100 : ahead > 40);
+}
+static uint32_t count_set(const uint8_t *marks, uint64_t count) {
+  uint32_t set = 0;
+  for (uint64_t i = 0; i < count; i++) set += marks[i] != 0;
+  return set;
+}
+/* A training step in whose backward pass pieces can be computed ahead, but there are no spare slots for that, except
+ * those of states that stay, if chunks have slots. */
+static void plan_ahead(instance_t *i, bool have_slots, gmi_plan_t *plan) {
+  enum { LAYERS = 8, FRAMES = 8 };
+  instance_training(i, LAYERS, FRAMES, true);
+  i->input.fetch_ns = i->input.evict_ns = 80;
+  for (uint32_t p = 0; p < LAYERS; p++) {
+    i->pieces[p].host_ns = 300;
+    i->pieces[p].ahead_slots = p > 0 ? 2 : 0;
+    i->pieces[p].ahead_op = 2 * LAYERS - 1 - p;
+  }
+  memset(i->has_slot, have_slots, i->input.chunk_count);
+  i->input.placement = GEMINI_PLACEMENT_AUTO;
+  make(&i->input, plan);
+  check_plan(&i->input, plan);
+}
+/* MIN lets states come and go, and keeps parameters between their two uses. */
+static void test_plan_states_stay_if_that_makes_room_for_pieces_ahead(void) {
+  static instance_t i;
+  gmi_plan_t plan, none;
+  plan_ahead(&i, true, &plan);
+  plan_ahead(&i, false, &none);
+  CHECK_EQ(count_set(none.piece_ahead, none.piece_count), 0);
+  CHECK_EQ(count_set(plan.piece_ahead, plan.piece_count), 3);
+  const uint64_t layers = plan.piece_count; /* chunks behind those of parameters are states */
+  CHECK_EQ(count_set(plan.stays + layers, 3 * layers), 6);
+  CHECK(plan.predicted_ns * 20 < none.predicted_ns * 17 && plan.fetch_count * 20 <= plan.optimum_count * 21);
+  CHECK_EQ(plan.optimum_count, min_fetch(&i.input, plan.piece_on_device));
+  gmi_plan_free(&none);
+  gmi_plan_free(&plan);
+}
+static void test_plan_states_stay_if_that_takes_fewer_copies_and_no_more_time(void) {
+  static instance_t i;
+  gmi_plan_t plan;
+  instance_training(&i, 12, 20, true);
+  for (uint32_t p = 0; p < 12; p++) i.pieces[p].host_ns = 300;
+  i.input.placement = GEMINI_PLACEMENT_AUTO;
+  make(&i.input, &plan);
+  check_plan(&i.input, &plan);
+  CHECK_EQ(plan.fetch_count, 8);
+  CHECK_EQ(plan.evict_dirty_count, 7); /* without states that stay, each of the chunks that come has been written */
+  gmi_plan_free(&plan);
 }
 static void test_simulate_random_instances_equal_events(void) {
   check_events(false, 31);
@@ -1658,6 +1724,8 @@ int main(int argc, char **argv) {
   RUN(test_simulate_first_layer_is_updated_before_those_submitted_earlier);
   RUN(test_simulate_goes_on_while_more_work_is_left_behind);
   RUN(test_fetches_for_pieces_come_before_the_time_outside_ops);
+  RUN(test_plan_states_stay_if_that_makes_room_for_pieces_ahead);
+  RUN(test_plan_states_stay_if_that_takes_fewer_copies_and_no_more_time);
   RUN(test_simulate_random_instances_equal_events);
   RUN(test_simulate_random_groups_equal_events);
   RUN(test_simulate_gathers_and_sums_by_hand);
