@@ -264,6 +264,13 @@ void gmi_host_iteration(gmi_manager_t *m) {
   m->host.spare_looked = false;
   gmi_ahead_iteration(m);
 }
+void gmi_host_forget_peak(gmi_manager_t *m, uint64_t bytes) {
+  const uint64_t own = m->host.used - m->host.spare_count * gmi_slot_bytes(m);
+  for (int i = 0; i < 2; i++) {
+    uint64_t *peak = &m->host.own_peak[i];
+    if (*peak > own) *peak -= bytes < *peak - own ? bytes : *peak - own;
+  }
+}
 uint32_t gmi_host_spare(const gmi_manager_t *m) {
   const uint64_t *peak = m->host.own_peak, own = peak[0] > peak[1] ? peak[0] : peak[1];
   uint64_t taken = own / gmi_slot_bytes(m) + m->host.spare_count;

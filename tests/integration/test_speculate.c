@@ -745,6 +745,26 @@ static void test_speculate_is_planned_as_memory_allows(void) {
   model_close(&t);
 }
 
+/* States that stay on the device need no slots of the host: another unit is computed there, from the first step that has
+ * too few. */
+static void test_speculate_takes_the_slots_of_states_that_stay_on_the_device(void) {
+  gemini_config_t c = world_config(64, OWN + 8, 0); /* a unit takes 7, the states of one have 6 */
+  c.placement = GEMINI_PLACEMENT_STATIC;
+  c.static_optim_fraction = 0.25;
+  model_t t = model_with(c);
+  for (uint64_t step = 100; step < 103; step++) train(&t, step, false);
+  CHECK(plan_says(&t, "1 pieces on the device, 3 on the host, 2 of these computed ahead"));
+  for (uint64_t step = 103; step < 108; step++) {
+    const uint64_t speculated = world_stats(&t.w).speculated_elements;
+    train(&t, step, false);
+    CHECK_EQ(world_stats(&t.w).speculated_elements, speculated + 2 * UNIT);
+  }
+  CHECK_EQ(world_stats(&t.w).dropped_elements, 0);
+  OK(gemini_update_wait(t.w.mgr));
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
 /* ---- updates on the device while the link has much to do */
 static _Atomic bool link_gate;
 static void wait_for_link_gate(void *user) {
@@ -950,6 +970,7 @@ int main(void) {
   RUN(test_speculate_clipped_steps_are_no_reason_to_undo_a_plan);
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
+  RUN(test_speculate_takes_the_slots_of_states_that_stay_on_the_device);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_parameters_leave_behind_the_states_of_pieces_that_are_left);
   RUN(test_update_on_the_device_leaves_states_until_frames_are_needed);

@@ -174,6 +174,26 @@ static void test_plan_that_promises_more_than_steps_take_is_not_tried(void) {
   }
 }
 
+static void test_plan_knows_which_chunks_have_slots_of_the_host(void) {
+  loop_t *l = loop_open();
+  for (int i = 0; i < 4; i++) step(l, 100);
+  gemini_access_t a = world_part(l->params, 0, 2 * CHUNK, GEMINI_READ_WRITE, GEMINI_TIER_DEVICE);
+  CHECK_OK(gemini_update_wait(l->w.mgr));
+  CHECK_OK(gemini_acquire(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER)); /* what is on the host is not needed any more */
+  CHECK_OK(gemini_release(l->w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  gmi_lock(l->m, "test");
+  gmi_host_slot_drop(l->m, &gmi_arena_get(l->m, l->params)->chunks[1]);
+  CHECK_OK(gmi_tracer_variant_plan(l->m, variant(l)));
+  const gmi_plan_bundle_t *b = &variant(l)->bundle;
+  uint32_t have = 0;
+  for (uint32_t i = 0; i < b->input.chunk_count; i++) {
+    CHECK_EQ(b->input.chunk_has_slot[i], gmi_chunk_has_slot(b->chunk_of[i]));
+    have += b->input.chunk_has_slot[i];
+  }
+  CHECK_EQ(have, b->input.chunk_count - 1);
+  gmi_unlock(l->m);
+  loop_close(l);
+}
 static void test_prediction_follows_the_times(void) {
   loop_t *l = loop_open();
   variant_t *v = variant(l);
@@ -197,5 +217,6 @@ int main(void) {
   RUN(test_longer_one_of_the_first_two_steps_is_known);
   RUN(test_plan_that_promises_more_than_steps_take_is_not_tried);
   RUN(test_prediction_follows_the_times);
+  RUN(test_plan_knows_which_chunks_have_slots_of_the_host);
   return check_done();
 }
