@@ -67,9 +67,10 @@ void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);
 /* Spare slots, for values that are speculated (chunk/speculate.h). How many may be taken now: those that are free and
  * that nothing has used in this iteration and the one before. */
 uint32_t gmi_host_spare(const gmi_manager_t *m);
-/* May make more spare: takes the slots of states whose bytes are on the device. Works once an iteration. */
+/* May make more spare: takes the slots of states whose bytes are on the device. Those of states that stay there, by the
+ * plan, are spare at once, others in later iterations. Works once an iteration. */
 void gmi_host_spare_reclaim(gmi_manager_t *m);
-/* Slots of so many bytes have been dropped whose chunks did not need them: their use so far does not count any more. */
+/* Slots of so many bytes have been dropped that no chunk needs any more: that they were used does not count. */
 void gmi_host_forget_peak(gmi_manager_t *m, uint64_t bytes);
 bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count); /* is the memory of the next ones? */
 /* So many will be taken: as far as there are so many spare ones, the memory of the next ones is committed ahead. */

@@ -199,13 +199,15 @@ gemini_status_t gmi_host_reclaim(gmi_manager_t *m, bool *freed_out, bool *starte
 }
 
 void gmi_host_spare_reclaim(gmi_manager_t *m) {
-  const uint64_t used = m->host.used;
+  uint64_t stay = 0;
   for (uint32_t s = 0; !m->host.spare_looked && s < m->host.slot_most; s++) {
     gmi_chunk_t *c = m->host.slots[s].chunk;
     uint32_t kind = c ? gmi_chunk_arena(m, c)->kind : GEMINI_KIND_OTHER;
     bool state = kind == GEMINI_KIND_MASTER || kind == GEMINI_KIND_MOMENTUM || kind == GEMINI_KIND_VARIANCE;
-    if (state && reclaimable(m, c, RECLAIM_STALE)) gmi_host_slot_drop(m, c);
+    if (!state || !reclaimable(m, c, RECLAIM_STALE)) continue;
+    stay += m->trace.advice->stays(m, c);
+    gmi_host_slot_drop(m, c);
   }
-  gmi_host_forget_peak(m, used - m->host.used);
+  gmi_host_forget_peak(m, stay * gmi_slot_bytes(m));
   m->host.spare_looked = true;
 }

@@ -79,6 +79,8 @@ typedef struct gmi_advice {
    * the first next use of the piece's chunks. */
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
+  /* Does the plan of the running iteration have the chunk stay on the device for good? */
+  bool (*stays)(struct gmi_manager *m, const struct gmi_chunk *c);
   /* Is it worth computing ahead, on the host, what begins at this element of the arena, in an update that this
    * iteration has yet to make? unit: elements of a piece. */
   bool (*unit_ahead)(struct gmi_manager *m, uint32_t arena, uint64_t element, uint64_t unit);

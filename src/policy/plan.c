@@ -8,8 +8,8 @@
  * device for good. Reducing costs fetches, but leaves frames for fetches that start earlier. MIN makes the fewest
  * fetches, whatever they bring: to keep a parameter between two uses it lets a state come and go, which has to be
  * written back, too, and needs a slot of the host. Without pieces, what stays on the device is also spread evenly
- * (spread.c). Each candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and the one with the shortest predicted
- * iteration wins. Only one plan exists at a time; the best one is made again at the end. */
+ * (spread.c). Each candidate is planned (belady.c, schedule.c) and simulated (simulate.c), and the one with the
+ * shortest predicted iteration wins. Only one plan exists at a time; the best one is made again at the end. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -40,8 +40,9 @@ typedef struct planner {
   gmi_facts_t facts;
   uint32_t *order;                   /* [order_count] pieces that may run on the device, most preferred first */
   uint32_t order_count, model_count; /* model_count: pieces on the device in model; NONE: there is no model */
-  uint32_t model_hold, bound_count;  /* bound_count: pieces on the device when bound was found, or NONE */
-  uint64_t bound;                    /* no plan with these pieces fetches less */
+  uint32_t model_hold;
+  uint32_t bound_count; /* pieces on the device in plans of which none fetches less than bound; NONE: not found yet */
+  uint64_t bound;
   /* [chunk_count] 1: pinned; 2: state chunk of a device piece that stays for good; 0: neither */
   uint8_t *held;
   bool files; /* the host has no room for all states, so the states of device pieces stay on the device for good */
@@ -546,7 +547,7 @@ static gemini_status_t plan_auto(planner_t *p) {
       refined = true;
     }
   }
-  if (status == GEMINI_OK && !p->files) status = try_holds(p, fits);
+  if (status == GEMINI_OK && !p->files && p->input->home_slots == 0) status = try_holds(p, fits);
   if (status == GEMINI_OK && p->best.device_count != 0 && may_go_on(p, 0))
     status = try_reductions(p, p->best.device_count, p->best.hold, 0);
   return status;

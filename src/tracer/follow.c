@@ -352,6 +352,16 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
   variant_t *v = planned_piece(m, index, &piece);
   return v ? v->bundle.plan.piece_on_device[piece] : gmi_home_is_short(m);
 }
+bool gmi_tracer_stays(gmi_manager_t *m, const gmi_chunk_t *c) {
+  const variant_t *v = gmi_tracer_active_variant(m->trace.tracer);
+  uint64_t index = c->index;
+  for (uint32_t i = 0; i < gmi_chunk_arena(m, c)->index; i++) {
+    const gmi_arena_t *a = gmi_arena_at(m, i);
+    if (a && gmi_arena_has_tiers(a)) index += atomic_load(&a->chunk_count);
+  }
+  return v && v->bundle.made && index < v->bundle.input.chunk_count && v->bundle.chunk_of[index] == c &&
+         v->bundle.plan.stays[index];
+}
 /* Notes in which op a piece could have been computed ahead. Without memory the plan knows less. */
 static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {
   gmi_trace_t *trace = &v->trace;

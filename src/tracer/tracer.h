@@ -125,6 +125,8 @@ void gmi_tracer_update_refused(gmi_manager_t *m, uint32_t index);
 /* Returns whether piece number piece of update number index is to run on the device, by the plan or, without one, for
  * want of room below. */
 bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece);
+/* Returns whether the plan of the running iteration has the chunk stay on the device for good. */
+bool gmi_tracer_stays(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
  * first. unit: elements of a piece. A plan that was made for it says so; without one, what the plan runs on the host
  * is. */

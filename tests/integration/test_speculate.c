@@ -765,6 +765,29 @@ static void test_speculate_takes_the_slots_of_states_that_stay_on_the_device(voi
   model_close(&t);
 }
 
+/* Slots of states that are on the device now, and that no plan keeps there, are spare only when two iterations have done
+ * without them: else they are wanted back for the states. */
+static void test_speculate_leaves_the_slots_of_states_that_may_come_back(void) {
+  model_t t = model_of(64, OWN + 8, 1); /* a unit takes 7 */
+  const rule_t rule = { .salt = 5 };
+  for (int k = MASTER; k < ARENAS; k++)
+    for (uint64_t chunk = 0; chunk < 2; chunk++) { /* of the first unit */
+      gemini_access_t a = world_part(t.arena[k], chunk * CHUNK, CHUNK, GEMINI_READ_WRITE, DEVICE);
+      OK(gemini_acquire(t.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+      OK(gemini_release(t.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    }
+  for (int iteration = 0; iteration < 4; iteration++) {
+    OK(gemini_iteration_begin(t.w.mgr));
+    for (uint64_t unit = 1; unit < 3; unit++) OK(update(&t, SPECULATE, rule, unit * UNIT, UNIT));
+    if (iteration < 2) counted(&t, (uint64_t)(iteration + 1) * UNIT, 0, (uint64_t)iteration * UNIT);
+    if (iteration == 3) CHECK_EQ(world_stats(&t.w).speculated_elements - world_stats(&t.w).dropped_elements, 2 * UNIT);
+    OK(gemini_update_drop(t.w.mgr));
+    OK(gemini_iteration_end(t.w.mgr));
+  }
+  model_expect(&t, HOST);
+  model_close(&t);
+}
+
 /* ---- updates on the device while the link has much to do */
 static _Atomic bool link_gate;
 static void wait_for_link_gate(void *user) {
@@ -971,6 +994,7 @@ int main(void) {
   RUN(test_speculate_is_planned_while_steps_take_it_over);
   RUN(test_speculate_is_planned_as_memory_allows);
   RUN(test_speculate_takes_the_slots_of_states_that_stay_on_the_device);
+  RUN(test_speculate_leaves_the_slots_of_states_that_may_come_back);
   RUN(test_update_on_the_device_is_left_to_later_callers_while_the_link_is_full);
   RUN(test_parameters_leave_behind_the_states_of_pieces_that_are_left);
   RUN(test_update_on_the_device_leaves_states_until_frames_are_needed);
