@@ -491,9 +491,10 @@ static gemini_status_t try_holds(planner_t *p, uint32_t fits) {
     const uint32_t part = (uint32_t)((uint64_t)(all ? fits : best) * (4 - i / 2) / 4);
     const uint32_t hold = part < fits ? part : fits, count = all ? hold : best;
     bool kept;
+    if (hold == 0) continue;
     mark(p, count, hold);
     p->model_count = NONE; /* what is marked no longer matches the model */
-    if (hold == 0 || !stages_fit(p->input, p->held, p->on_device, NULL)) continue;
+    if (!stages_fit(p->input, p->held, p->on_device, NULL)) continue;
     status = try_candidate(p, count, reduce, hold, &kept);
     if (status == GEMINI_OK && !kept) status = try_candidate(p, count, 0, hold, &kept);
   }
