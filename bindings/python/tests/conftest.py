@@ -209,6 +209,7 @@ def off_the_device():
     """Everything leaves the device: whoever reads it without asking for it dies of it."""
     session = gm.session()
     session.backward.settle()  # what a backward pass held that an exception has ended
+    session.let_models_go()  # what graphs may still read
     for arena in session.arenas.handles.values():
         access = abi.Access(arena, 0, 0, abi.READ, abi.TIER_HOST, None)
         session.lib.move(session.handle, ctypes.byref(access), 1)

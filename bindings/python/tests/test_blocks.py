@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import libgemini.torch as gm
-from libgemini.torch import blocks as blocks_module, tensors
+from libgemini.torch import blocks as blocks_module, tensors, whole as whole_module
 
 VOCAB, WIDTH, BLOCKS, STEPS = 50, 64, 4, 5
 
@@ -95,11 +95,17 @@ class WithAround(Net):
         return self.out(self.around(self.embed(ids), self.blocks))
 
 
-@pytest.fixture(autouse=True)
-def closed():
-    yield
+@pytest.fixture(autouse=True, params=("blocks", "whole"))
+def kind(request, monkeypatch):
+    """Whether models that fit are acquired block by block in all steps, or whole from the second one on."""
+    if request.param == "blocks":
+        monkeypatch.setattr(whole_module.Whole, "suits", lambda self: False)
+    yield request.param
     Block.tap = staticmethod(lambda block, x: None)
     gm.close()
+
+
+by_block = pytest.mark.parametrize("kind", ["blocks"], indirect=True)  # for what is of blocks alone
 
 
 def adamw(model):
@@ -194,6 +200,7 @@ def counted(function):
     return dict(counts)
 
 
+@by_block
 def test_steady_step_costs_three_calls_a_block():
     model, optimizer = prepared(speculate=False)  # updates ahead of the step are calls of their own
     for number in range(4):
@@ -220,6 +227,7 @@ def test_steady_step_costs_three_calls_a_block():
     assert stats["departures"] == 0 and stats["planned_iterations"] > 0
 
 
+@by_block
 def test_checkpoint_within_a_block_costs_no_calls():
     model, optimizer = prepared(lambda: Net(block=Recomputed))
     for number in range(3):
@@ -237,6 +245,21 @@ def test_steady_evaluation_costs_one_call_a_block():
         counts = counted(lambda: loss_of(model, 11))
     assert counts["acquire"] == counts["release"] == counts["op_begin"] == BLOCKS + 2
     assert counts["dispatched"] == 2
+
+
+@by_block
+def test_backward_passes_run_in_the_calling_thread_where_blocks_are_acquired():
+    def threads():
+        loss = loss_of(model, 3)
+        loss.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+        loss.backward()
+
+    for more, expected in (({}, False), ({"units": "never"}, True), ({"device_memory": "512KiB"}, True)):
+        model, _ = prepared(**more)
+        seen = []
+        threads()
+        assert seen == [expected] and torch._C._is_multithreading_enabled()
+        gm.close()
 
 
 def test_names_of_modules_are_not_walked_in_a_steady_step(monkeypatch):
@@ -526,6 +549,7 @@ def test_blocks_that_come_and_go_train_alike(reentrant, block, aside):
     assert sum(gm.stats()["moved_bytes"]["host to device"].values()) > 4 << 20
 
 
+@by_block
 def test_parameters_of_others_are_acquired_within_a_block():
     model, optimizer = prepared()
     for number in range(2):

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 import os
 import subprocess
 import sys
+import threading
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -130,6 +131,64 @@ def test_close_to_torch():
 @pytest.mark.parametrize("early", (False, True))
 def test_bf16(early):
     same_as_resident(dtype=torch.bfloat16, early=early)
+
+
+def test_backward_passes_of_blocks_and_whole_models_run_in_the_calling_thread():
+    for units, blocks in (("auto", True), ("never", False)):
+        threads = []
+
+        def watch(model, threads=threads):
+            layer = model.model.layers[1]
+
+            def look(module, args, out):
+                out = out[0] if isinstance(out, tuple) else out
+                out.register_hook(lambda grad: threads.append(threading.get_ident()))
+
+            layer.register_forward_hook(look)
+
+        run(budget=4.0, units=units, change=watch, steps=4)
+        own = [thread == threading.get_ident() for thread in threads]
+        assert own == [blocks] * 4
+
+
+def test_whole_models_on_streams_of_their_own():
+    """Each step's forward pass, backward pass and step on another stream than the one before."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def stepped(model, optimizer, ours):
+        losses = []
+        for number in range(STEPS):
+            stream = streams[number % 3]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = loss_of(model, number)
+                losses.append(loss.detach().cpu())
+            if number % 2:
+                torch.cuda.current_stream().wait_stream(stream)
+                loss.backward()
+            else:
+                with torch.cuda.stream(stream):
+                    loss.backward()
+                torch.cuda.current_stream().wait_stream(stream)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not ours or gm.session().model.whole.active
+        return losses
+
+    outcomes = []
+    for more in ({}, {"units": "never"}):
+        model = make("llama")
+        memory = 4 * model_data_bytes(model) + (400 << 20)
+        gm.init(device_memory=memory, host_memory="4GiB", chunk_size="2MiB", strict=True, **more)
+        try:
+            model, optimizer = gm.prepare(model, adamw(model))
+            losses = stepped(model, optimizer, not more)
+            outcomes.append((losses, {key: value.cpu() for key, value in values(model).items()}))
+            del model, optimizer
+        finally:
+            gm.close(force=True)
+    same_bits(outcomes[0][0], outcomes[1][0])
+    same_bits(outcomes[0][1], outcomes[1][1])
 
 
 @pytest.mark.parametrize("reentrant", (False, True))

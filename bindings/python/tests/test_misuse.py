@@ -367,7 +367,7 @@ def test_second_derivatives(session):
     x = torch.ones(2, SIZE, requires_grad=True)
     with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True.*not supported"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(gm.GeminiError, match=r"2.weight.*create_graph=True"):
+    with pytest.raises(gm.GeminiError, match=r"0.weight:model: .*create_graph=True"):  # all that fits is one unit
         model(x).square().sum().backward(create_graph=True)
     works(model)
 

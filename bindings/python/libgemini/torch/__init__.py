@@ -235,10 +235,10 @@ def init(
         shard_size: With several processes: how many of them, such as those of a machine, divide the model among
             themselves (hybrid sharding): the first so many, the next ones, and so on. Each such replica has the whole
             model, and gradients are added over all. It divides the number of processes. None: all of them.
-        units: Whether the parameters of repeated blocks are acquired together, which costs the calling thread less.
-            "auto": where all parameters, gradients, states and other tensors of the session fit on the device, or the
-            blocks are small beside device_memory; with several processes only the latter counts. "always": also where
-            neither is so. "never": each use by itself, except in unit().
+        units: Whether parameters are acquired together, which costs the calling thread less. "auto": those of the model
+            where all parameters, gradients, states and other tensors of the session fit on the device, and those of
+            each repeated block where the blocks are small beside device_memory; with several processes only the
+            latter. "always": those of each block, in any case. "never": each use by itself, except in unit().
         speculate: Compute updates of AdamW and Adam while the backward pass runs, as if nothing were clipped, in host
             memory that is not used otherwise. Results have the same bits with and without.
         cache_policy: Which expert of a mixture, in a model of infer(), leaves the device first: "lru", the one used

@@ -29,6 +29,9 @@ if typing.TYPE_CHECKING:
 # Gradients are stored together as long as they take less than this part of the device budget. Large ones are not held
 # up by single calls, and would have to fit together.
 BATCHES = 16
+# Those of a whole model are stored when they take this part of it: each call of the library costs the calling thread
+# time, and other models' gradients are stored block by block.
+LANDED = 256
 
 
 class Landed:
@@ -56,8 +59,10 @@ class Backward:
         # While a pass within the backward pass runs: how many of these belong to the outer one, and stay.
         self.kept = 0
         self.task = -1  # autograd's number of the backward pass in progress
+        self.shared = False  # whether it runs in a thread of autograd's, as all other passes there
         # Gradients of parameters of the function that the backward pass has reached.
         self.landed: list[Landed] = []
+        self.landed_bytes = 0  # of those of a whole model
         # Whether norms of gradients are computed while they are stored, when their bytes are there anyway, as somebody
         # has asked for one in the last step; and whether somebody has in this one.
         self.norms, self.norm_asked = True, False
@@ -74,9 +79,11 @@ class Backward:
         brackets = self.session.brackets
         if brackets.threads and not internals.runs_backward(brackets.threads[0]):  # nor is it within that forward pass
             brackets.refuse("backward()", "a forward pass of a model")
-        # On a GPU one thread of autograd's runs the functions of all passes.
-        if self.is_open and not self.session.cuda and internals.runs_backward_beside(threading.get_ident()):
+        # On a GPU one thread of autograd's runs the functions of all passes, but those of models with blocks.
+        shared = self.session.cuda and internals.has_threads()
+        if self.is_open and not (shared and self.shared) and internals.runs_backward_beside(threading.get_ident()):
             brackets.refuse("backward()", "a backward pass")
+        self.shared = shared
         self.task = task  # the one before has ended, by an exception, or this one is inside it
         self.kept = self.held_outside()
         internals.after_backward(functools.partial(self.end, self.kept))
@@ -132,13 +139,20 @@ class Backward:
         self.begin()
         if self.holds(use):  # another node of the same function
             return
-        self.leave_function(next((number for number, (one, _) in enumerate(self.held, 1) if one is within), 0))
+        self.leave_function(
+            max(next((number for number, (one, _) in enumerate(self.held, 1) if one is within), 0), self.holds_whole())
+        )
         if self.session.ranks and self.session.ranks.parts and not self.held:
             self.session.ranks.parts.update()
         self.session.brackets.op_begin(use.backward_name)
         stream = self.session.holds.stream()
         self.session.holds.acquire_use(use, stream)
         self.held.append((use, stream))
+
+    def holds_whole(self) -> bool:
+        """Whether the pass has acquired a whole model, which it keeps until it ends."""
+        unit = self.held[0][0].unit if self.held else None
+        return unit is not None and unit.keeper is not None
 
     def failed(self) -> None:
         """An exception has ended a backward pass. What it had reached is released: until then a unit's parameters are
@@ -165,11 +179,19 @@ class Backward:
         if self.session.activations:
             self.session.activations.drain()
 
+    def store_many(self) -> None:
+        """Stores the gradients of a whole model that have come since the last ones were stored, if they are many."""
+        if self.landed and self.holds_whole():
+            self.landed_bytes += self.landed[-1].gradient.nbytes
+            if self.landed_bytes > self.session.manager.config.device_bytes // LANDED:
+                self.store_landed()
+
     def store_landed(self, only: Record | None = None) -> None:
         """Stores gradients that autograd has put into .grad in their arenas.
 
         only: the record of one parameter, or None for all.
         """
+        self.landed_bytes = 0
         if not self.landed:
             return
         early: list[Record] = []

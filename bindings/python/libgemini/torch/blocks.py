@@ -80,6 +80,7 @@ class Block:
     """
 
     graphed = nests = False  # as Unit's; it need not stay, as each of its functions acquires it again
+    keeper = None  # as Unit's
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session
@@ -87,6 +88,7 @@ class Block:
         self.places: dict[Place, None] = dict.fromkeys(
             typing.cast(ManagedTensor, param)._gm_place for param in module.parameters() if param.numel()
         )
+        self.param = next(module.parameters())
         ranges = tuple((place, 0, place.size_bytes, abi.READ) for place in self.places)
         # Checkpoints within a block call its functions again while the backward pass holds it.
         self.forward_use, self.backward_use = Use(ranges, "block", self), Use(ranges, "block", self)
@@ -188,6 +190,7 @@ class Blocks:
         def call_block(*args, **kwargs):
             if (
                 not self.active
+                or type(block.param) is not ManagedParameter  # the whole model has acquired it
                 or not self.session.manager.handle
                 or internals.transform_level() is not None
                 or internals.is_tracing()

@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from .blocks import Block
     from .session import Session
     from .unit import Unit
+    from .whole import Keeper
 
 MOST_USES = 1 << 16  # how many uses are cached
 
@@ -37,8 +38,9 @@ def _runs(function: typing.Callable[..., typing.Any]) -> bool:
     return frame is not None
 
 
-# What was acquired together: accesses as the library takes them, their number, the stream, and the unit, block or None.
-Hold = tuple[typing.Any, int, int, "Unit | Block | None"]
+# What was acquired together: accesses as the library takes them, their number, the stream, and the unit, block, keeper
+# of a unit, or None.
+Hold = tuple[typing.Any, int, int, "Unit | Block | Keeper | None"]
 # A place, an offset there, a size in bytes, and a mode: abi.READ, WRITE or both.
 Range = tuple["Place", int, int, int]
 
@@ -123,7 +125,10 @@ class Holds:
     def acquire_use(self, use: Use, stream: int) -> None:
         """Acquires what a function reads and writes. An error names the parameter and the function."""
         try:
-            self.hold((use.pointer, use.count, stream, use.unit))
+            if use.unit and use.unit.keeper:
+                use.unit.keeper.acquire(stream)
+            else:
+                self.hold((use.pointer, use.count, stream, use.unit))
         except GeminiError as error:
             name = use.forward_name.decode()
             if name in str(error):
@@ -138,7 +143,10 @@ class Holds:
             if use.unit:
                 use.unit.leave()
         finally:
-            self.let_go((use.pointer, use.count, stream, use.unit))
+            if use.unit and use.unit.keeper:
+                use.unit.keeper.settle()
+            else:
+                self.let_go((use.pointer, use.count, stream, use.unit))
 
     def note_writes(self, written: typing.Sequence[abi.Access], stream: int) -> None:
         """Marks ranges as written that were acquired for reading only.

@@ -109,6 +109,7 @@ def check(cuda):
 
 # ---- tensors
 plain = find(torch, "_C.DisableTorchFunctionSubclass")  # a context in which no __torch_function__ of tensors is called
+no_function = find(torch, "_C._disabled_torch_function_impl")  # a __torch_function__ that torch never calls
 as_usual = find(torch, "_C._EnableTorchFunction")  # a context within that one, in which they are
 get_grad, set_grad = find(torch, "_C.TensorBase.grad.__get__"), find(torch, "_C.TensorBase.grad.__set__")
 parse_to = find(torch, "_C._nn._parse_to")  # of the arguments of Tensor.to(): device, dtype, non_blocking, format
@@ -187,6 +188,9 @@ next_node_number = find(torch, "_C._autograd._get_sequence_nr")
 def node_number(node: torch.autograd.graph.Node) -> int:
     """The number of a node; see next_node_number. Those that put gradients into parameters have one above all."""
     return node._sequence_nr()  # type: ignore[attr-defined]
+
+
+has_threads = find(torch, "_C._is_multithreading_enabled")  # whether autograd runs functions on GPUs in its own threads
 
 
 def is_of_autograd() -> bool:

@@ -50,6 +50,7 @@ from .tensors import (
     weights_only_models,
 )
 from .unit import find, make_units, refuse_compiling, scripted
+from .whole import Whole
 
 
 class Record:
@@ -397,6 +398,7 @@ class Record:
                 self.refuse_left()
             self.session.backward.begin()
             self.queue(fresh)
+            self.session.backward.store_many()
 
     def refuse_second(self):
         """Raises GeminiError: the backward pass has updated the parameter, and there is another one."""
@@ -1009,6 +1011,7 @@ class Model:
         self.weights_only = weights_only
         self.records: dict[str, Record] = {}
         self.blocks = typing.cast(Blocks, None)  # until take()
+        self.whole = typing.cast(Whole, None)
         self.checked: Checked | None = None  # what check() has seen when it last found nothing to do
         # A context manager around each forward pass, which says what becomes of the tensors that autograd saves.
         self.saving: typing.Callable[[], typing.ContextManager[object]] = contextlib.nullcontext
@@ -1062,6 +1065,7 @@ class Model:
             self.blocks.unwrap()
         make_units(session, module)
         self.blocks = Blocks(session, module)
+        self.whole = Whole(self)
         for record in self.records.values():
             record.guard()
 
@@ -1186,7 +1190,7 @@ class Model:
         def run(*args, **kwargs):
             refuse_compiling()
             with self.forward(args, kwargs):
-                return call(*args, **kwargs)
+                return self.whole.run(call, args, kwargs)
 
         run._gm_unit = getattr(call, "_gm_unit", None)
         self.call = run
@@ -1212,7 +1216,7 @@ class Model:
                 return inner(*args, **kwargs)
             refuse_compiling()
             with self.forward(args, kwargs):
-                return inner(*args, **kwargs)
+                return self.whole.run(inner, args, kwargs)
 
         forward.__name__ = "forward"  # pickle looks the method up by this name
         with contextlib.suppress(ValueError, TypeError):  # forward() has no signature that Python can tell
@@ -1323,6 +1327,7 @@ class Model:
         if self.checked is None or not self.checked.still():
             self.check_all()
             self.checked = Checked.of(self.module)
+            self.whole.changed()
 
     def check_all(self):
         for name, param in self.module.named_parameters():
@@ -1352,9 +1357,11 @@ class Model:
                     record.attach()
 
     def label(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> int:
-        """The label of an iteration that begins with a forward pass: a training step, a pass without gradients, or one
-        over one token of each text; see gemini_iteration_begin_with()."""
-        return 4 * self.number + (0 if torch.is_grad_enabled() else 2 if extends(args, kwargs) else 1)
+        """The label of an iteration that begins with a forward pass: a training step, a pass without gradients, one
+        over one token of each text, or a training step of a whole model; see gemini_iteration_begin_with()."""
+        if torch.is_grad_enabled():
+            return 4 * self.number + (3 if self.whole.active else 0)
+        return 4 * self.number + (2 if extends(args, kwargs) else 1)
 
     @contextlib.contextmanager
     def forward(self, args: tuple[typing.Any, ...], kwargs: dict[str, typing.Any]) -> typing.Iterator[None]:
@@ -1400,6 +1407,7 @@ class Model:
             if not session.ranks and not any(record.has_grad for record in session.records):
                 session.arenas.gradients_discard()
             kind = "train" if torch.is_grad_enabled() else "infer"
+            self.whole.decide()
             session.brackets.iteration_begin(kind, self.label(args, kwargs))
             if session.allocator and kind == "train":
                 session.allocator.step_begins()

@@ -11,6 +11,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import typing
 import weakref
@@ -112,17 +113,26 @@ class Passes:
         for node in nodes:
             node.metadata[_HOOKED] = calls
 
-    def begins(self, outputs: typing.Iterable[typing.Any]) -> None:
+    def has_blocks(self) -> bool:
+        """Whether the calling thread's time is what parameters cost; see blocks.py."""
+        return any(model.blocks.active for model in self.session.models)
+
+    def begins(self, outputs: typing.Iterable[typing.Any]) -> bool:
         """A backward pass is about to begin: has it ask for units wherever it comes to one.
 
         Args:
             outputs: What autograd begins at: tensors or GradientEdges.
+
+        Returns:
+            Whether it is one of a whole model; see whole.py.
         """
         made = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
         nodes = [node for node in made if node is not None]
         calls = self.calls_of(nodes)
         if not calls:
-            return
+            return False
+        if calls[-1].use.unit.keeper:
+            return self.begins_whole(nodes, calls)
         ways: list[tuple[typing.Any, Call | None]] = [(node, None) for node in nodes]
         done = set()
         while ways:
@@ -134,6 +144,34 @@ class Passes:
             if node not in done:
                 done.add(node)
                 ways += [(one, call) for one, _ in node.next_functions if one is not None]
+        return False
+
+    def begins_whole(self, nodes: list[typing.Any], calls: Calls) -> bool:
+        """As begins(), for a model that is one unit: if the graph leads into its calls, the pass asks for it where it
+        begins, and has it until it ends.
+
+        Args:
+            nodes: Where the graph begins.
+            calls: All calls of the model.
+
+        Returns:
+            Whether the graph does.
+        """
+        ways, done = list(nodes), set(nodes)
+        while ways:
+            node = ways.pop()
+            call = find_call(calls, internals.node_number(node))
+            if call is not None or node.metadata.get(_HOOKED) is calls:
+                use = (call or calls[-1]).use
+                hook_nodes(self.session, use, [one for one in nodes if _HOOKED not in one.metadata])
+                for one in nodes:
+                    one.metadata[_HOOKED] = calls
+                return True
+            for one, _ in node.next_functions:
+                if one is not None and one not in done:
+                    done.add(one)
+                    ways.append(one)
+        return False
 
     def calls_of(self, nodes: list[typing.Any]) -> Calls | None:
         """The calls of the thread that has made a graph, or None if nothing tells which one has: then only results ask.
@@ -178,13 +216,17 @@ class Passes:
 def _run_backward(outputs: typing.Any, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
     """Replaces what torch.autograd calls its engine by."""
     with internals.plain():
-        for passes in list(_all):
-            passes.begins(outputs)
+        here = any([passes.begins(outputs) or passes.has_blocks() for passes in list(_all)])
     try:
-        return patches.run_backward.original(outputs, *args, **kwargs)
-    except BaseException:
+        # A thread of autograd's is on another core, which has none of Python's objects in its cache.
+        with torch.autograd.set_multithreading_enabled(False) if here else contextlib.nullcontext():
+            return patches.run_backward.original(outputs, *args, **kwargs)
+    except BaseException as error:
         for passes in list(_all):
             passes.session.backward.failed()
+            if isinstance(error, torch.OutOfMemoryError):
+                for model in passes.session.models:
+                    model.whole.stop()
         raise
 
 

@@ -32,6 +32,7 @@ if typing.TYPE_CHECKING:
     from .cache import Caches
     from .model import Model, Record
     from .tensors import Use
+    from .whole import Keeper
 
 
 # Without device_memory, this much of a GPU's free memory is left: at least MARGIN bytes, and 1/MARGIN_SHARE. Kernels
@@ -190,12 +191,18 @@ class Session:
         self.gone = "the session was closed, and its parameters with it"
         self.models: list[Model] = []
         self.model_count = 0  # models that were prepared so far
+        self.keepers: dict[Keeper, None] = {}  # those that hold something
         self.running: list[Use] = []  # of the units that run, one within the other: what their backward passes use
         self.reset_iterations = 0  # iterations that had ended when statistics were last started anew
         # Records of parameters whose gradient was assigned, in the order of the assignments.
         self.given: dict[Record, None] = {}
         self.rules: list[typing.Any] = []  # the rule of each prepared optimizer
         self.rule_of: dict[Record, typing.Any] = {}  # by record of a parameter that is updated in the backward pass
+
+    def let_models_go(self) -> None:
+        """Releases the parameters of models that are acquired for whole passes; see whole.py."""
+        for keeper in list(self.keepers):
+            keeper.settle(final=True)
 
     def renew_masters(self) -> None:
         """Updates the fp32 copies of 16-bit parameters that the user has written to, as load_state_dict() does."""
@@ -261,6 +268,7 @@ class Session:
         """See libgemini.torch.close()."""
         self.backward.landed.clear()  # of a backward pass that an exception has ended
         self.holds.recover()
+        self.let_models_go()
         self.backward.kept = 0
         with self._without_ranks():
             self.backward.leave_function()

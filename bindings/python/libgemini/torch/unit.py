@@ -185,9 +185,18 @@ _noting_now: set[patches.Replaced] = set()  # those that are replaced
 class Unit:
     """A module whose parameters are all on the device while it runs."""
 
-    def __init__(self, session, module, name, unseen=False):
-        """unseen: the module may write to its parameters without an increment of their versions."""
+    def __init__(self, session, module, name, unseen=False, kinds=None):
+        """
+        Args:
+            session: The session.
+            module: The module.
+            name: Its name, for messages.
+            unseen: Whether the module may write to its parameters without an increment of their versions.
+            kinds: Of a whole model (whole.py): the classes that its tensors have while it runs, by those that they
+                have otherwise. None: they are plain.
+        """
         self.session = session
+        self.whole = kinds is not None
         tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if isinstance(tensor, ManagedTensor)]
         for tensor in tensors:
             if tensor._gm_division is not None:
@@ -195,11 +204,18 @@ class Unit:
                     f"{tensor._gm_place.name} is this process's part of a DTensor, which a unit, here {name}, would "
                     "take for the whole: compiled modules and gm.unit() need plain parameters"
                 )
-        for tensor in tensors:
+        # Of a whole model: those that may become numbers, which they are not while it runs.
+        self.scalars = [tensor for tensor in tensors if self.whole and not tensor.dim()]
+        for tensor in () if self.whole else tensors:
             tensor._gm_unit = True
             if isinstance(tensor, ManagedNumber):  # within a unit it is a plain tensor, and its bytes are there
                 become_tensor(tensor)
-        self.kinds = [(tensor, type(tensor)) for tensor in tensors]  # parameters, and buffers over parameters
+        self.keeper = None  # what has acquired a whole model; see whole.py
+        # Parameters, and buffers over parameters; their class, and that while the unit runs.
+        self.kinds = [
+            (tensor, type(tensor), type(tensor)._gm_plain if kinds is None else kinds[type(tensor)])
+            for tensor in tensors
+        ]
         self.tensors = [tensor for tensor in tensors if tensor.numel()]
         # Inference tensors have no versions.
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
@@ -234,7 +250,7 @@ class Unit:
                 f"{name} is compiled, scripted, or a unit, so all its parameters are on the device at once: "
                 f"{size} bytes, device_memory is {limit}; compile or script its blocks instead"
             )
-        self.use = Use(ranges, "unit", self) if ranges else None
+        self.use = Use(ranges, "model" if self.whole else "unit", self) if ranges else None
 
     def enter(self):
         """Makes the tensors plain. They have been acquired before."""
@@ -244,15 +260,34 @@ class Unit:
         units.append(self)
         if self.has_statistics:
             watch_statistics()
-        for tensor, kind in self.kinds:
-            tensor.__class__ = kind._gm_plain  # type: ignore[assignment]
+        self.become_running()
+        for tensor, kind, _ in () if self.whole else self.kinds:
             if len(tensor._post_accumulate_grad_hooks or ()) > 1:  # its own, and others
                 record = getattr(tensor, "_gm_record", None)  # plain tensors have none
                 if record is not None:
                     record.show(self, kind)
+        if self.watched:  # since a call whose views may be left
+            self.note_writes()
+            return
         self.watched = list(self.counted)
         self.versions = list(map(_version, self.watched))
         self.before = collections()
+
+    def become_running(self):
+        """Gives the tensors the classes that they have while the unit runs."""
+        for tensor, _, running in self.kinds:
+            tensor.__class__ = running  # type: ignore[assignment]
+        for tensor in self.scalars:
+            tensor._gm_unit = True
+
+    def become_managed(self):
+        """Gives the tensors the classes that they have otherwise."""
+        for tensor, kind, _ in self.kinds:
+            tensor.__class__ = kind
+        for tensor in self.scalars:
+            tensor._gm_unit = False
+            if is_number(tensor):  # it was frozen meanwhile
+                become_number(tensor)
 
     def leave(self):
         """Notes writes and makes the tensors managed again. They are still acquired."""
@@ -264,10 +299,9 @@ class Unit:
                 units[:] = [unit for unit in units if unit is not self]
                 if self.has_statistics:
                     watch_statistics()
-                self.watched, self.versions = [], []
-                for tensor, kind in self.kinds:
-                    tensor.__class__ = kind
-                self.find_views()
+                self.become_managed()
+                if not self.whole:
+                    self.settle()
 
     def reset(self):
         """Ends all uses, after an interrupt."""
@@ -282,7 +316,8 @@ class Unit:
 
     def note_writes(self):
         """Finds the parameters that were written, by their versions, and marks their places."""
-        versions = list(map(_version, self.watched))
+        with internals.plain():
+            versions = list(map(_version, self.watched))
         written: set[Place] = set()
         if versions != self.versions:
             written = {
@@ -302,9 +337,18 @@ class Unit:
         for place in written:
             place.written = True
 
+    def settle(self):
+        """Ends the watch of tensors that may be written, and finds views."""
+        self.watched, self.versions = [], []
+        self.find_views()
+
+    def is_alone(self):
+        """Whether nobody has a tensor over the parameters but the module; so have graphs with what they have saved."""
+        return all(internals.storage_users(storage) == known for storage, _, known in self.storages.values())
+
     def find_views(self):
         """Makes tensors managed that were made over the parameters in the meantime and that somebody has kept."""
-        if all(internals.storage_users(storage) == known for storage, _, known in self.storages.values()):
+        if self.is_alone():
             return
         found, begin, end = [], self.begin, self.end
         with internals.plain():
@@ -450,6 +494,7 @@ def unit(session, module):
     if not find(module):
         for model in session.models:
             model.blocks.unwrap(module)
+            model.whole.stop()
     return find(module) or make_unit(session, module, name)
 
 
@@ -473,6 +518,26 @@ def _refuse_scripting(function):
     return call
 
 
+def _traces(function):
+    """Wraps a function of torch.jit that calls a function and keeps the addresses of what it has used.
+
+    The parameters of a whole model are managed meanwhile, which refuses that for them.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        running = [unit for unit in units if unit.whole]
+        for unit in running:
+            unit.become_managed()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for unit in running:
+                unit.become_running()
+
+    return call
+
+
 def _call_script(function, *args, **kwargs):
     """Replaces ScriptFunction.__call__(), which does not ask __torch_function__."""
     return with_managed(
@@ -487,6 +552,7 @@ def replacements() -> dict[patches.Replaced, typing.Any]:
         patches.script_module: _refuse_scripting(patches.script_module.original),
         patches.freeze: _refuse_scripting(patches.freeze.original),
         patches.script_call: _call_script,
+        **{replaced: _traces(replaced.original) for replaced in patches.tracers},
     }
 
 
