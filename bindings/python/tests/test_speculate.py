@@ -10,7 +10,7 @@ from torch import nn
 import bits
 import libgemini.torch as gm
 from libgemini.torch import speculate as module
-from libgemini.torch.speculate import Units, is_of_clipping, is_power_of_two
+from libgemini.torch.speculate import Trials, Units, is_of_clipping, is_power_of_two
 
 WIDTH, LAYERS = 256, 4
 
@@ -380,6 +380,82 @@ def test_a_frozen_layer_in_the_middle(session):
 
     _, committed, _ = same_twice(session, program)
     assert committed > 0
+
+
+class Clock:
+    """A step takes as long as it is told: longer or shorter when it is computed ahead."""
+
+    def __init__(self, monkeypatch, ahead=0.02, alone=0.01):
+        self.now, self.ahead, self.alone = 0.0, ahead, alone
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+    def step(self, trials, tried, elements=1000):
+        self.now += self.ahead if trials.ahead else self.alone
+        trials.step_ends(elements, tried)
+
+
+def test_small_models_are_computed_ahead_only_if_steps_are_shorter(monkeypatch):
+    clock, trials = Clock(monkeypatch), Trials()
+    ahead = []
+    for _ in range(module.FIRST_TRIAL + 400):
+        ahead.append(trials.ahead)
+        clock.step(trials, trials.ahead)
+    first = module.FIRST_TRIAL
+    assert ahead[:first] == [True] * first
+    assert ahead[first : first + 12] == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3
+    assert ahead[first + 12 : first + 12 + 256] == [False] * 256
+    assert True in ahead[first + 12 + 256 :] and not trials.wanted  # tried again, in vain
+    clock.ahead = 0.005
+    for _ in range(1000):
+        clock.step(trials, trials.ahead)
+    assert trials.wanted
+
+
+@pytest.mark.parametrize(
+    "elements, seconds, tried",
+    ((module.TRIED_ELEMENTS, 0.02, True), (1000, module.TRIED_SECONDS, True), (1000, 0.02, False)),
+)
+def test_large_models_and_steps_that_tell_nothing_are_not_tried(monkeypatch, elements, seconds, tried):
+    clock, trials = Clock(monkeypatch, ahead=seconds), Trials()
+    for _ in range(200):
+        assert trials.ahead and trials.at is None
+        clock.step(trials, tried, elements)
+
+
+def test_a_trial_whose_steps_are_clipped_is_put_off(monkeypatch):
+    clock, trials = Clock(monkeypatch), Trials()
+    for _ in range(module.FIRST_TRIAL + 4):
+        clock.step(trials, trials.ahead)
+    assert trials.at == 4
+    clock.step(trials, True)  # it was computed ahead, and should not have been
+    assert trials.at is None and trials.ahead
+    for _ in range(module.FIRST_TRIAL + 13):
+        clock.step(trials, trials.ahead)
+    assert not trials.wanted
+
+
+def test_a_loop_that_is_slower_with_updates_ahead_goes_on_without(session, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_TRIAL", 4)
+
+    def program(loop):
+        clock, seen = Clock(monkeypatch), []
+        trials = loop.optimizer.rule.speculation.trials if loop.session.session.speculate else Trials()
+        for _ in range(24):
+            before = counts()[0]
+            loop.backward()
+            clock.now += 0.02 if trials.ahead else 0.01
+            loop.step()
+            seen.append(counts()[0] > before)
+        return seen
+
+    loop = Loop(session, speculate=False)
+    program(loop)
+    plain = loop.result()
+    gm.close()
+    loop = Loop(session)
+    seen = program(loop)
+    assert seen[2:7] == [True] * 5 and seen[8:10] == [False] * 2 and not any(seen[17:])
+    assert loop.result() == plain
 
 
 def test_powers_of_two():

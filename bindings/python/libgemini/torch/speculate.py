@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
+import time
 import typing
 
 from .. import abi
@@ -24,6 +26,13 @@ if typing.TYPE_CHECKING:
 # Elements of a parameter on average: with smaller ones the calling thread loses more time than overlap can win.
 LEAST_ELEMENTS = 1 << 16
 MOST_PATIENCE = 32  # steps that are not clipped, before it tries again
+
+# Smaller models are tried with and without, as what limits their steps may be the calling thread: beside updates on the
+# host it is slower, whose threads share cores and memory with it.
+TRIED_ELEMENTS, TRIED_SECONDS = 1 << 28, 0.25
+FIRST_TRIAL = 17  # behind steps that the library tries plans in
+PART = 3  # steps of a trial with, as many without; of each the first is not counted, as it shares work with the last
+PARTS = 4
 
 
 def is_power_of_two(factor: float) -> bool:
@@ -98,6 +107,54 @@ def first_of(record: Record) -> int:
     return record.place.offset // record.place.dtype.itemsize
 
 
+class Trials:
+    """Whether a small model's steps are shorter with updates ahead.
+
+    Attributes:
+        wanted: Whether they are, as the last trial has found.
+        at: The step of the trial that is made now, from 0 on; None: there is no trial.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = True
+        self.at: int | None = None
+        self.number = 0  # of steps so far
+        self.next, self.gap = FIRST_TRIAL, 256
+        self.times: dict[bool, list[float]] = {True: [], False: []}
+        self.begun = 0.0  # when the step began
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the step that is made now is to be computed ahead."""
+        return self.wanted if self.at is None else self.at // PART % 2 == 0
+
+    def step_ends(self, elements: int, tried: bool) -> None:
+        """A step has been made.
+
+        Args:
+            elements: That it has updated.
+            tried: Whether it was computed ahead.
+        """
+        now = time.perf_counter()
+        took, self.begun = now - self.begun, now
+        self.number += 1
+        if elements >= TRIED_ELEMENTS or took >= TRIED_SECONDS or (self.at is not None and tried != self.ahead):
+            if self.at is not None or self.number >= self.next:  # one that tells nothing: later
+                self.at, self.next = None, self.number + FIRST_TRIAL
+            return
+        if self.at is None:
+            if self.number >= self.next and (tried or not self.wanted):
+                self.at, self.times = 0, {True: [], False: []}
+            return
+        if self.at % PART:
+            self.times[self.ahead].append(took)
+        self.at += 1
+        if self.at == PARTS * PART:
+            self.at = None
+            self.wanted = statistics.median(self.times[True]) <= statistics.median(self.times[False])
+            self.next, self.gap = self.number + self.gap, 2 * self.gap
+
+
 class Speculation:
     """What an AdamwRule computes ahead.
 
@@ -120,6 +177,7 @@ class Speculation:
         self.steps, self.patience = 0, 1  # steps without clipping, and how many there have to be
         self.tried = False  # whether the step that is made was computed ahead, be it in vain
         self.taken = 0  # elements that steps have taken over
+        self.trials = Trials()
 
     # ---- in the backward pass
     def landed(self, records: typing.Iterable[Record]) -> None:
@@ -232,8 +290,11 @@ class Speculation:
         for arena in [arena for arena in self.units if arena not in by_arena]:
             del self.units[arena]
         self.steps = 0 if clipped else self.steps + 1
-        pays = sum(record.place.elements for record in records) >= LEAST_ELEMENTS * len(records)
-        self.arm(pays and self.steps >= self.patience)
+        elements = sum(record.place.elements for record in records)
+        pays = elements >= LEAST_ELEMENTS * len(records)
+        if pays and not self.session.ranks:
+            self.trials.step_ends(elements, self.tried)
+        self.arm(pays and self.trials.ahead and self.steps >= self.patience)
 
     def skipped(self) -> None:
         """The step is not made, as a gradient is infinite: the next one has another factor."""
