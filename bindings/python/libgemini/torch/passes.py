@@ -115,7 +115,7 @@ class Passes:
 
     def has_blocks(self) -> bool:
         """Whether the calling thread's time is what parameters cost; see blocks.py."""
-        return any(model.blocks.active for model in self.session.models)
+        return bool(self.session.manager.handle) and any(model.blocks.active for model in self.session.models)
 
     def begins(self, outputs: typing.Iterable[typing.Any]) -> bool:
         """A backward pass is about to begin: has it ask for units wherever it comes to one.
