@@ -449,12 +449,142 @@ def test_a_graph_outlives_a_change_of_the_model():
         gm.close()
 
 
-def test_a_loss_without_the_model_costs_nothing():
+def test_a_loss_without_the_model_is_no_pass_of_it():
     model, optimizer = running()
     weight = torch.ones(4, requires_grad=True)
     counts = counted(lambda: (weight * 2).sum().backward())
-    assert not counts and torch.equal(weight.grad, torch.full((4,), 2.0))
+    assert counts == {"acquire": 1, "release": 1} and torch.equal(weight.grad, torch.full((4,), 2.0))
     step(model, optimizer, 3)
+    assert gm.stats()["departures"] == 0
+
+
+def of_a_view_that_is_returned(model, z):
+    kept = []
+    hook = at(model, lambda module, args, out: kept.append(model.out.weight.detach()[:4]))
+    loss_of(model, 3)
+    hook.remove()
+    return (kept[0] * z).sum()
+
+
+def of_a_hook_of_the_backward_pass(model, z):
+    losses = []
+
+    def look(grad):
+        with torch.enable_grad():
+            losses.append(functional.linear(z, model.out.weight).square().sum() + (z[0] * model.out.weight).sum())
+
+    hook = at(model, lambda module, args, out: out.register_hook(look) and None)
+    loss_of(model, 3).backward()
+    hook.remove()
+    return losses[0]
+
+
+def of_another_thread(model, z):
+    losses = []
+
+    def look(module, args, out):
+        thread = threading.Thread(target=lambda: losses.append((model.out.weight[:4] * z).sum()))
+        thread.start()
+        thread.join()
+
+    hook = at(model, look)
+    loss_of(model, 3)
+    hook.remove()
+    return losses[0]
+
+
+@pytest.mark.parametrize("make", (of_a_view_that_is_returned, of_a_hook_of_the_backward_pass, of_another_thread))
+def test_graphs_that_lead_to_no_call_of_the_model(make):
+    grads = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = sgd(model)
+        if managed:
+            start()
+            model, optimizer = gm.prepare(model, optimizer)
+        for number in range(3):
+            step(model, optimizer, number)
+        z = torch.linspace(-1, 1, 4 * 64).view(4, 64).requires_grad_()
+        loss = make(model, z)
+        if managed:
+            assert whole().active
+            overwrite_the_device()
+        loss.backward()
+        grads.append(z.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_loads_and_prepares_while_there_are_graphs(tmp_path):
+    model, optimizer = running(optimizer=sgd)
+    gm.save(tmp_path / "saved", model, optimizer)
+    wanted = [param.detach().clone() for param in model.parameters()]
+    step(model, optimizer, 3)
+    losses = [loss_of(model, 4)]
+    gm.load(tmp_path / "saved", model, optimizer)
+    assert all(torch.equal(param, one) for param, one in zip(model.parameters(), wanted))
+    losses.append(loss_of(model, 5))
+    gm.load_weights(model, tmp_path / "saved")
+    losses.append(loss_of(model, 6))
+    model.added = nn.Linear(64, 64)
+    gm.prepare(model)
+    losses.append(loss_of(model, 7))
+    gm.prepare(nn.Linear(64, 64))
+    losses.append(loss_of(model, 8))
+    assert all(torch.equal(param, one) for param, one in zip(model.parameters(), wanted))
+    losses[-1].backward()
+
+
+def test_writes_between_passes_reach_master_copies():
+    outcomes = []
+    for units in ("auto", "never"):
+        torch.manual_seed(0)
+        model = Net().to(torch.bfloat16)
+        start(units=units)
+        model, optimizer = gm.prepare(model, adamw(model))
+        for number in range(4):
+            one = loss_of(model, 2 * number)
+            with torch.no_grad():
+                model.out.bias.add_(0.25)  # which no graph has saved, and master copies follow before the next pass
+            (one + loss_of(model, 2 * number + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert whole().active == (units == "auto")
+        outcomes.append([param.detach().clone() for param in model.parameters()])
+        gm.close()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outcomes))
+
+
+def test_split_masters_are_not_held():
+    torch.manual_seed(0)
+    model = Net().to(torch.bfloat16)
+    start()
+    model, optimizer = gm.prepare(model, adamw(model), masters="split16")
+    for number in range(3):
+        step(model, optimizer, number)
+    assert not whole().active  # versions do not tell which elements were written
+
+
+def test_views_hand_out_copies():
+    model, optimizer = running(optimizer=sgd)
+    weight = model.blocks[2].up.weight
+    wanted, kept = weight.detach().clone(), []
+
+    def look(module, args, out):
+        view = weight.detach()[1:]
+        array = view.numpy()
+        assert type(view) is torch.Tensor and not array.flags.writeable
+        kept.extend([array, torch.from_dlpack(view), torch.ones(2).numpy()])
+        kept.append(torch.from_dlpack(torch.to_dlpack(view)))
+        torch.from_dlpack(view).fill_(7.0)
+
+    hook = at(model, look)
+    loss = loss_of(model, 3)
+    hook.remove()
+    overwrite_the_device()
+    assert (kept[0] == wanted[1:].numpy()).all() and torch.equal(kept[1], wanted[1:])
+    assert kept[2].flags.writeable and torch.equal(kept[3], wanted[1:]) and torch.equal(weight, wanted)
+    loss.backward()
 
 
 def test_a_number_that_is_trained_and_frozen_in_a_pass():

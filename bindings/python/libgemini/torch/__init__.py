@@ -45,6 +45,7 @@ from . import (
     savers as _savers,
     tensors as _tensors,
     unit as _unit,
+    whole as _whole,
 )
 from .blocks import WANTED as _UNITS
 from .optim import Optimizer, watch_steps as _watch_steps
@@ -113,7 +114,7 @@ def session() -> Session:
 def _watch(on: bool) -> None:
     """Replaces, or puts back, the functions of torch that have no hook: they are replaced while there is a session."""
     if on:
-        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit, _passes)))
+        _patches.install(*(one.replacements() for one in (_tensors, _ddp, _savers, _unit, _passes, _whole)))
     else:
         _patches.remove()
     _watch_steps(on)
@@ -453,6 +454,7 @@ def prepare(
 def _take(owner: Session, model: _torch.nn.Module, weights_only: bool) -> _model.Model:
     """Puts a model into the session, or again one that is there: the models of a session in the order of that."""
     known = next((one for one in owner.models if one.module is model), None)
+    owner.let_models_go()
     if known:
         known.take()
         owner.models.remove(known)

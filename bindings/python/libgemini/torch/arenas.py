@@ -209,6 +209,7 @@ class Place:
         if self.session.backward.held and not in_backward():
             # An exception has ended a backward pass, which still holds chunks on the device.
             self.session.backward.settle()
+        self.session.let_models_go()
         for first in range(begin, end, step):
             count = min(step, end - first)
             access = self.access(mode, abi.TIER_HOST, first * self.dtype.itemsize, count * self.dtype.itemsize)

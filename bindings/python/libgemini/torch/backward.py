@@ -337,15 +337,20 @@ class Backward:
         elif not record.early:
             self.store_landed(record)
 
-    def settle(self) -> None:
+    def settle(self, goes_on: bool = False) -> None:
         """Stores all gradients that autograd has made, and ends a backward pass that an exception has ended.
 
         Within a backward pass, in a hook of the user's, what the pass has reached stays acquired.
+
+        Args:
+            goes_on: Whether a forward pass follows: a whole model stays acquired for the graphs that there are.
         """
         if in_backward():
             self.store_landed()
         else:
             self.end()
+            if not goes_on:
+                self.session.let_models_go()
 
     def end(self, kept: int = 0) -> None:
         """The backward pass is over, or an exception ended it. Releases what is held and ends the operator.

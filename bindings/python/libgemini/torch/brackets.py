@@ -178,7 +178,6 @@ class Brackets:
     def iteration_end(self) -> None:
         """Ends the iteration if one is open. Warns if the library cannot plan for such iterations."""
         self.session.backward.settle()
-        self.session.let_models_go()
         if self.iteration:
             self.iteration = None
             self.phase = abi.PHASE_NONE

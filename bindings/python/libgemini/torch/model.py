@@ -1400,7 +1400,7 @@ class Model:
         if session.caches:
             session.caches.drain()
         session.take_left(early=False)
-        session.backward.settle()
+        session.backward.settle(goes_on=True)
         if session.brackets.iteration and not session.in_closure and not session.brackets.awaits_backward():
             session.brackets.iteration_end()
         if not session.brackets.iteration:

@@ -323,7 +323,6 @@ class Optimizer(torch.optim.Optimizer):
             model.check_call()
         with torch.no_grad():
             session.holds.recover()
-            session.let_models_go()
             session.take_left(early=True)
             session.backward.settle()
             if not session.brackets.called and any(record.has_grad or record.given for record in self.records):

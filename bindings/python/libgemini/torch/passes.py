@@ -19,11 +19,13 @@ import weakref
 import torch
 
 from . import internals, patches
+from .arenas import in_backward
 from .tensors import hook_nodes
 
 if typing.TYPE_CHECKING:
     from .session import Session
     from .tensors import Use
+    from .whole import Keeper
 
 MOST_CALLS = 1 << 15  # how many calls of units are remembered, of each thread
 _HOOKED = "libgemini"  # in the metadata of nodes with a hook: the Calls of the thread that made them
@@ -112,6 +114,13 @@ class Passes:
             del calls[: MOST_CALLS // 2]
         for node in nodes:
             node.metadata[_HOOKED] = calls
+
+    def keeper(self) -> Keeper | None:
+        """What acquires a whole model for graphs of the calling thread, or None."""
+        for model in self.session.models if self.session.manager.handle else ():
+            if model.whole.unit is not None and model.whole.thread == threading.get_ident():
+                return model.whole.unit.keeper
+        return None
 
     def has_blocks(self) -> bool:
         """Whether the calling thread's time is what parameters cost; see blocks.py."""
@@ -217,6 +226,9 @@ def _run_backward(outputs: typing.Any, *args: typing.Any, **kwargs: typing.Any) 
     """Replaces what torch.autograd calls its engine by."""
     with internals.plain():
         here = any([passes.begins(outputs) or passes.has_blocks() for passes in list(_all)])
+    keepers = [] if in_backward() else [keeper for passes in list(_all) if (keeper := passes.keeper()) is not None]
+    for keeper in keepers:
+        keeper.acquire_for_graphs()
     try:
         # A thread of autograd's is on another core, which has none of Python's objects in its cache.
         with torch.autograd.set_multithreading_enabled(False) if here else contextlib.nullcontext():
@@ -228,6 +240,9 @@ def _run_backward(outputs: typing.Any, *args: typing.Any, **kwargs: typing.Any) 
                 for model in passes.session.models:
                     model.whole.stop()
         raise
+    finally:
+        for keeper in keepers:
+            keeper.settle()
 
 
 def replacements() -> dict[patches.Replaced, typing.Any]:

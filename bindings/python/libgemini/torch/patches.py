@@ -14,6 +14,7 @@ file that knows by what has a function replacements(), whose result __init__.py 
     torch._functorch's wrapping and unwrapping        a session is open  tensors.py: results of transforms stay managed
     torch.jit's scripting, ScriptFunction.__call__    a session is open  unit.py: they read parameters in C++
     torch.jit.trace, trace_module                     a session is open  unit.py: they keep parameters' addresses
+    Tensor.numpy, Tensor.__dlpack__                   a session is open  whole.py: they hand out a view's address
     DistributedDataParallel.__init__                  a session is open  ddp.py: one process needs no reduction
     torch.to_dlpack, safetensors.torch's readers      a session is open  savers.py: they read at a tensor's address
     nn.Module.register_parameter                      a model is built   model.py: each parameter goes in at once
@@ -120,6 +121,7 @@ remove_batch_dim = Replaced(module_or_empty("torch._functorch.vmap"), "_remove_b
 # Of torch.jit: what makes scripted modules of others, and what calls scripted functions.
 script_module = Replaced(module_or_empty("torch.jit._recursive"), "create_script_module")
 freeze = Replaced(torch.jit, "freeze")
+numpy, dlpack = Replaced(torch.Tensor, "numpy"), Replaced(torch.Tensor, "__dlpack__")
 tracers = [Replaced(torch.jit, name) for name in ("trace", "trace_module")]
 script_call = Replaced(torch.jit.ScriptFunction, "__call__")
 # What writes running statistics without an increment of their versions.

@@ -19,6 +19,7 @@ import torch
 from ..abi import GeminiError
 from . import patches
 from .tensors import ManagedTensor, host_copy
+from .whole import is_held
 
 # Functions of safetensors.torch that are given a tensor and read at its address: until 0.7, and since 0.8.
 _READERS = "_tobytes", "_to_ndarray"
@@ -30,7 +31,11 @@ def _of_copy(function, copy=host_copy):
 
     @functools.wraps(function)
     def call(tensor, *args, **kwargs):
-        return function(copy(tensor) if isinstance(tensor, ManagedTensor) else tensor, *args, **kwargs)
+        if isinstance(tensor, ManagedTensor):
+            tensor = copy(tensor)
+        elif is_held(tensor):
+            tensor = tensor.clone()
+        return function(tensor, *args, **kwargs)
 
     return call
 

@@ -22,7 +22,7 @@ import torch
 
 from .. import abi
 from ..abi import GeminiError
-from . import internals
+from . import internals, patches, tensors
 from .arenas import in_backward
 from .backward import LANDED
 from .tensors import ManagedParameter, ManagedTensor
@@ -78,18 +78,61 @@ HeldParameter: typing.Any = type(
 KINDS = {ManagedTensor: HeldTensor, ManagedParameter: HeldParameter}  # by the class that it has otherwise
 
 
+_holding: dict[Keeper, None] = {}  # of all sessions, those that hold something
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is not managed, such as a view that a hook has made in a pass, is over parameters of a
+    model that is held."""
+    if not _holding or isinstance(tensor, ManagedTensor) or internals.transform_level() is not None:
+        return False
+    try:
+        number = internals.storage_number(tensor)
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return False
+    return any(number in keeper.unit.storages for keeper in list(_holding))
+
+
+@internals.not_traced
+def _numpy(tensor: torch.Tensor, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    """Replaces Tensor.numpy(): of a view of a parameter there is a read-only copy, as of the parameter."""
+    if not is_held(tensor):
+        return patches.numpy.original(tensor, *args, **kwargs)
+    out = patches.numpy.original(tensor.clone(), *args, **kwargs)
+    out.flags.writeable = False
+    return out
+
+
+@internals.not_traced
+def _dlpack(tensor: torch.Tensor, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    """Replaces Tensor.__dlpack__(): of a view of a parameter there is a copy."""
+    return patches.dlpack.original(tensor.clone() if is_held(tensor) else tensor, *args, **kwargs)
+
+
+# torch tells __torch_function__ of them by the name, under which it finds these.
+tensors.serve(_numpy, _Tensor.numpy)
+tensors.serve(_dlpack, _Tensor.__dlpack__)
+
+
+def replacements() -> dict[patches.Replaced, typing.Any]:
+    """See patches.py: what hands out the address of a view, which would not know when the bytes are elsewhere."""
+    return {patches.numpy: _numpy, patches.dlpack: _dlpack}
+
+
 class Keeper:
     """What has acquired a unit's parameters, as long as graphs or somebody's views may read them as plain tensors.
 
     Attributes:
         unit: The unit.
         holds: What is acquired, by stream.
+        streams: On which passes have acquired it.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.session = unit.session
         self.holds: dict[int, Hold] = {}
+        self.streams: dict[int, None] = {}
 
     @property
     def graphed(self) -> bool:
@@ -100,6 +143,7 @@ class Keeper:
         """As a unit's: an interrupt has left something behind, and what is held will be released."""
         self.holds.clear()
         self.session.keepers.pop(self, None)
+        _holding.pop(self, None)
         if self.unit.users:
             self.unit.reset()
             self.unit.settle()
@@ -111,7 +155,13 @@ class Keeper:
             hold = use.pointer, use.count, stream, self
             self.session.holds.hold(hold)
             self.holds[stream] = hold
-            self.session.keepers[self] = None
+            self.streams[stream] = self.session.keepers[self] = _holding[self] = None
+
+    def acquire_for_graphs(self) -> None:
+        """Acquires the parameters where passes have: somebody's graph may read them that leads to no call of the
+        model, such as one of a view that it has returned, or one that a hook or another thread has made in a pass."""
+        for stream in list(self.streams):
+            self.acquire(stream)
 
     def settle(self, final: bool = False) -> None:
         """Releases the parameters after a pass, unless a graph has saved tensors over them, or somebody has kept some.
@@ -129,6 +179,7 @@ class Keeper:
             while self.holds:
                 self.session.holds.let_go(self.holds.popitem()[1])
             self.session.keepers.pop(self, None)
+            _holding.pop(self, None)
 
 
 class Whole:
@@ -184,7 +235,11 @@ class Whole:
     def fits(self) -> bool:
         """Whether everything has room on the device, and most of it could make room for more."""
         session, stats = self.session, abi.Stats()
-        if any(record.early for record in self.model.records.values()):  # updated while the backward pass goes on
+        if any(
+            # It is updated while the backward pass goes on; or who writes it has to tell what it has written.
+            record.early or record.split
+            for record in self.model.records.values()
+        ):
             return False
         budget = session.arenas.device_budget()
         room = budget - session.manager.config.device_margin_bytes
