@@ -458,6 +458,26 @@ def test_a_loss_without_the_model_is_no_pass_of_it():
     assert gm.stats()["departures"] == 0
 
 
+def test_a_device_that_becomes_smaller():
+    model, optimizer = prepared(make=lambda: Net(count=12), optimizer=sgd)
+    for number in range(3):
+        step(model, optimizer, number)
+    assert whole().active
+    loss = loss_of(model, 3)
+    with pytest.raises(gm.GeminiError, match="more bytes of device memory are needed"):  # its graph may read them
+        gm.session().manager.budget_set("device", "320KiB")
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(gm.GeminiError, match="embed.weight:model: .* bytes of device memory, .* more than"):
+        gm.session().manager.budget_set("device", "320KiB")  # smaller than the parameters
+    gm.session().manager.budget_set("device", "768KiB")
+    for number in range(4, 7):
+        step(model, optimizer, number)
+    assert whole().stopped and not gm.session().keepers
+    assert not counted(lambda: (torch.ones(2, requires_grad=True) * 2).sum().backward())
+
+
 def of_a_view_that_is_returned(model, z):
     kept = []
     hook = at(model, lambda module, args, out: kept.append(model.out.weight.detach()[:4]))

@@ -219,7 +219,10 @@ class Whole:
     def decide(self) -> None:
         """Called where an iteration begins: whether the parameters are acquired for whole passes in it."""
         self.active = False
-        if self.stopped or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self.stopped:
+            self.unit = None  # whose graphs would have kept the iteration open that they are of
             return
         session, thread = self.session, threading.get_ident()
         if not self.thread:
@@ -229,6 +232,7 @@ class Whole:
             self.stop()
         elif not self.fits():
             self.stop()
+            self.unit = None
         else:
             self.active = True
 
