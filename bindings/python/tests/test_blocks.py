@@ -172,6 +172,19 @@ def blocks():
 
 
 # ---- what a steady step costs
+# Calls of a steady step, beside those for parameters and gradients.
+STEP_CALLS = {
+    "phase_set": 3,
+    "iteration_begin_with": 1,
+    "iteration_end": 1,
+    "update": 1,
+    "zero": 1,
+    "discard": 1,
+    "stats": 2,
+    "tier_stats": 1,
+}
+
+
 def counted(function):
     """How often a function calls each function of the library, and how often torch asks for a parameter's dispatch."""
     lib, counts, inner = gm.session().lib, collections.Counter(), {}
@@ -214,14 +227,7 @@ def test_steady_step_costs_three_calls_a_block():
         "release": 3 * uses,
         "op_begin": 2 * uses,
         "op_end": 2 * uses,
-        "phase_set": 3,
-        "iteration_begin_with": 1,
-        "iteration_end": 1,
-        "update": 1,
-        "zero": 1,
-        "discard": 1,
-        "stats": 2,
-        "tier_stats": 1,
+        **STEP_CALLS,
     }
     stats = gm.stats()
     assert stats["departures"] == 0 and stats["planned_iterations"] > 0

@@ -17,7 +17,7 @@ import libgemini.torch as gm
 from conftest import off_the_device, overwrite_the_device
 from libgemini.torch.tensors import ManagedParameter, ManagedTensor
 from libgemini.torch.whole import HeldParameter
-from test_blocks import Net, adamw, blocks, counted, loss_of, prepared, sgd, start, step, trained
+from test_blocks import STEP_CALLS, Net, adamw, blocks, counted, loss_of, prepared, sgd, start, step, trained
 
 unit_module = importlib.import_module("libgemini.torch.unit")  # of which libgemini.torch has a function
 
@@ -40,6 +40,18 @@ def running(*numbers, optimizer=adamw, **more):
     return model, made
 
 
+def alone_and_in_a_session():
+    """The same new model and its optimizer twice, with torch alone and in a session; and whether it is in one."""
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = sgd(model)
+        if managed:
+            start()
+            model, optimizer = gm.prepare(model, optimizer)
+        yield model, optimizer, managed
+
+
 def at(model, call, index=1):
     """Has call(module, *args) called in the middle of forward passes, by a block. Returns the hook."""
     return model.blocks[index].register_forward_hook(call)
@@ -55,14 +67,7 @@ def test_steady_step_costs_as_many_calls_as_one_function():
         "release": 2,
         "op_begin": 2,
         "op_end": 2,
-        "phase_set": 3,
-        "iteration_begin_with": 1,
-        "iteration_end": 1,
-        "update": 1,
-        "zero": 1,
-        "discard": 1,
-        "stats": 3,
-        "tier_stats": 2,
+        **STEP_CALLS,
     }
     stats = gm.stats()
     assert stats["departures"] == 0 and stats["planned_iterations"] > 0
@@ -278,13 +283,7 @@ def test_writes_and_kept_tensors_of_a_pass():
     """A write through the data, one to the parameter, and a view that is kept, with everything off the device
     afterwards."""
     outcomes = []
-    for managed in (False, True):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = sgd(model)
-        if managed:
-            start()
-            model, optimizer = gm.prepare(model, optimizer)
+    for model, optimizer, managed in alone_and_in_a_session():
         kept = []
 
         def change(module, args, out, model=model, kept=kept):
@@ -319,13 +318,7 @@ def test_writes_and_kept_tensors_of_a_pass():
 def test_graphs_of_several_passes_and_none():
     """Two passes before their backward passes, one twice, one never, and one after the step, which torch refuses."""
     outcomes = []
-    for managed in (False, True):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = sgd(model)
-        if managed:
-            start()
-            model, optimizer = gm.prepare(model, optimizer)
+    for model, optimizer, managed in alone_and_in_a_session():
         for number in range(4):
             one, other, _ = (loss_of(model, 3 * number + i) for i in range(3))
             if managed:
@@ -362,13 +355,7 @@ def test_a_write_to_what_a_pass_has_kept_counts():
 
 def test_a_loss_that_leaves_the_model_beside_its_result():
     grads = []
-    for managed in (False, True):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = sgd(model)
-        if managed:
-            start()
-            model, optimizer = gm.prepare(model, optimizer)
+    for model, optimizer, managed in alone_and_in_a_session():
         for number in range(2):
             step(model, optimizer, number)
         aside = []
@@ -422,13 +409,7 @@ def test_a_graph_outlives_a_change_of_the_model():
 
     for change in (again, freeze):
         outcomes = []
-        for managed in (False, True):
-            torch.manual_seed(0)
-            model = Net()
-            optimizer = sgd(model)
-            if managed:
-                start()
-                model, optimizer = gm.prepare(model, optimizer)
+        for model, optimizer, managed in alone_and_in_a_session():
             for number in range(3):
                 step(model, optimizer, number)
             loss = loss_of(model, 3)
@@ -516,13 +497,7 @@ def of_another_thread(model, z):
 @pytest.mark.parametrize("make", (of_a_view_that_is_returned, of_a_hook_of_the_backward_pass, of_another_thread))
 def test_graphs_that_lead_to_no_call_of_the_model(make):
     grads = []
-    for managed in (False, True):
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = sgd(model)
-        if managed:
-            start()
-            model, optimizer = gm.prepare(model, optimizer)
+    for model, optimizer, managed in alone_and_in_a_session():
         for number in range(3):
             step(model, optimizer, number)
         z = torch.linspace(-1, 1, 4 * 64).view(4, 64).requires_grad_()

@@ -222,10 +222,14 @@ class Blocks:
         theirs = ranks.exchange(hashlib.sha256(text.encode()).digest())
         return bool(text) and len(set(theirs)) == 1
 
-    def decide(self) -> None:
-        """Called where an iteration begins: whether parameters of blocks are acquired together in it."""
+    def decide(self, fits: bool) -> None:
+        """Called where an iteration begins: whether parameters of blocks are acquired together in it.
+
+        Args:
+            fits: Whether all is known to have room on the device.
+        """
         if self.found and not self.stopped:
-            if self.session.ranks or self.session.units == "always" or self.fits():
+            if self.session.ranks or self.session.units == "always" or fits or self.fits():
                 self.active = True
             else:
                 self.stop()

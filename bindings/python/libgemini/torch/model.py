@@ -1412,7 +1412,7 @@ class Model:
             if session.allocator and kind == "train":
                 session.allocator.step_begins()
             for model in session.models:
-                model.blocks.decide()
+                model.blocks.decide(self.whole.active)
         session.brackets.pass_begin()
         session.renew_masters()
         for record in list(session.given):

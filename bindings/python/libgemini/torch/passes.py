@@ -77,6 +77,17 @@ def find_call(calls: list[Call], number: int) -> Call | None:
     return find_call(calls[at].inner, number) or calls[at]
 
 
+def reachable(nodes: typing.Iterable[typing.Any]) -> typing.Iterator[typing.Any]:
+    """The nodes of a graph, each once. nodes: where it begins."""
+    ways, done = list(nodes), set()
+    while ways:
+        node = ways.pop()
+        if node not in done:
+            done.add(node)
+            yield node
+            ways += [one for one, _ in node.next_functions if one is not None]
+
+
 class Passes:
     """What a session has to know before a backward pass begins, and when one fails."""
 
@@ -166,9 +177,7 @@ class Passes:
         Returns:
             Whether the graph does.
         """
-        ways, done = list(nodes), set(nodes)
-        while ways:
-            node = ways.pop()
+        for node in reachable(nodes):
             call = find_call(calls, internals.node_number(node))
             if call is not None or node.metadata.get(_HOOKED) is calls:
                 use = (call or calls[-1]).use
@@ -176,10 +185,6 @@ class Passes:
                 for one in nodes:
                     one.metadata[_HOOKED] = calls
                 return True
-            for one, _ in node.next_functions:
-                if one is not None and one not in done:
-                    done.add(one)
-                    ways.append(one)
         return False
 
     def calls_of(self, nodes: list[typing.Any]) -> Calls | None:
@@ -207,18 +212,13 @@ class Passes:
             nodes: Where the graph begins.
         """
         found: list[Calls] = []
-        ways, done, parameters = list(nodes), set(), False
-        while ways:
-            node = ways.pop()
-            if node in done:
-                continue
-            done.add(node)
+        parameters = False
+        for node in reachable(nodes):
             calls = node.metadata.get(_HOOKED)
             if calls is not None and calls.passes is self and not any(calls is one for one in found):
                 found.append(calls)
             place = getattr(getattr(node, "variable", None), "_gm_place", None)
             parameters = parameters or (place is not None and place.session is self.session)
-            ways += [one for one, _ in node.next_functions if one is not None]
         return found, parameters
 
 
