@@ -440,7 +440,7 @@ int main(int argc, char **argv) {
   row_u64(&row, "pieces", t.input.piece_count);
   row_u64(&row, "device_pieces", plan.device_piece_count);
   row_rounded(&row, "predicted_seconds", (double)plan.predicted_ns * 1e-9, 6);
-  row_rounded(&row, "stall_seconds", (double)plan.stall_ns * 1e-9, 6);
+  row_rounded(&row, "stall_seconds", (double)(plan.predicted_ns - plan.compute_ns) * 1e-9, 6);
   double bytes_per_tensor = HEAP_IS_COUNTED ? (double)heap_bytes / (double)t.input.chunk_count : NAN;
   row_rounded(&row, "bytes_per_tensor", bytes_per_tensor, 1);
   gmi_plan_free(&plan);

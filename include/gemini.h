@@ -890,13 +890,14 @@ typedef struct gemini_update_span {
   uint64_t element_count;
   gemini_stream_t stream; /* GEMINI_TIER_DEVICE only */
   uint32_t arena_count;
-  uint32_t reserved;
-  void *ptr[8]; /* in the order of gemini_update_t.arenas: the element first_element of each */
-  void
-      *out[8]; /* likewise: where fn writes. The same as ptr, except with GEMINI_UPDATE_SPECULATE: there ptr has the old
-                   values, which fn must not change, and out is memory for the new ones, of undefined contents. For an
-                   arena with mode WRITE, ptr is as out; for one with mode READ, out is as ptr */
+  uint32_t pass; /* GEMINI_PASS_*: BOTH, unless the update has GEMINI_UPDATE_PASSES */
+  void *ptr[8];  /* in the order of gemini_update_t.arenas: the element first_element of each */
+  void *out[8];  /* likewise: where fn writes. The same as ptr, but beside the old values (SPECULATE, PASSES), which fn
+                    must not change then, it is memory of undefined contents; NULL: not in this pass. For an arena with
+                    mode WRITE, ptr is as out; for one with mode READ, out is as ptr */
 } gemini_update_span_t;
+/* RESULTS: write the arenas of mode WRITE alone, as parameters are; STATES, later: those of mode READ_WRITE alone. */
+enum { GEMINI_PASS_BOTH, GEMINI_PASS_RESULTS, GEMINI_PASS_STATES };
 /** Updates one span.
  *  HOST: it is called on the library's workers, whose nice values are higher by 10 than that of the thread which opened
  *  the manager, several spans at once, and must not call the library. DEVICE: it is called on the thread of
@@ -922,7 +923,8 @@ enum {
                             is reported by them and by gemini_update_wait() */
   GEMINI_UPDATE_SPECULATE = 2, /* compute new values into spare host memory, beside the old ones: gemini_update() */
   GEMINI_UPDATE_COMMIT = 4,    /* take over what was speculated, and run fn for the rest: gemini_update() */
-  GEMINI_UPDATE_PART = 8       /* of sharded arenas, whose gradients have bytes of their own, a part: gemini/group.h */
+  GEMINI_UPDATE_PART = 8,      /* of sharded arenas, whose gradients have bytes of their own, a part: gemini/group.h */
+  GEMINI_UPDATE_PASSES = 16    /* fn can compute a span in two passes: gemini_update() */
 };
 typedef struct gemini_update_s {
   uint32_t struct_size;         /* bytes; set by GEMINI_UPDATE_INIT */
@@ -990,7 +992,11 @@ typedef struct gemini_update_s {
  *  So the call returns GEMINI_OK whatever part of its range it speculates, and refuses what an update would refuse for
  *  its arguments. gemini_stats_t counts speculated, committed and dropped elements; the rest is speculated now. user
  *  stays borrowed, or copied (user_bytes), until fn has run for all spans, also of units that are dropped:
- *  gemini_update_wait() waits for that. Since: 0.1 */
+ *  gemini_update_wait() waits for that.
+ *  With GEMINI_UPDATE_PASSES, beside any other flags, fn heeds gemini_update_span_t.pass. What the host updates behind
+ *  an iteration may then be computed twice, if a plan gains by it: first the parameters, for which operators wait, from
+ *  states that stay as they are, and later the states, from the same gradients. user stays borrowed until
+ *  gemini_update_wait(), whatever has been used since. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
 /** Drops all that is speculated (GEMINI_UPDATE_SPECULATE) and not taken over. Its memory is free for others at once;
  *  its spans may still run, or not. Does not wait. Since: 0.1 */

@@ -51,6 +51,9 @@ static bool is_split(const rule_t *rule) { return !rule->is_sgd && rule->adamw.f
 static gemini_status_t on_host(const rule_t *rule, const gemini_update_span_t *span) {
   const gmi_arrays_t a = arrays_of(rule, span), to = written_of(rule, span);
   const uint64_t first = span->first_element, count = span->element_count;
+  if (span->pass == GEMINI_PASS_RESULTS)
+    return rule->is_sgd ? gmi_sgd_results(operation_of(rule), &rule->sgd, count, &a)
+                        : gmi_adamw_results(operation_of(rule), &rule->adamw, first, count, &a);
   if (a.master != to.master) /* speculated: beside the old values */
     return rule->is_sgd ? gmi_sgd_beside(operation_of(rule), &rule->sgd, count, &a, &to)
                         : gmi_adamw_beside(operation_of(rule), &rule->adamw, first, count, &a, &to);
@@ -146,7 +149,7 @@ static gemini_status_t submit(rule_t *rule, const gemini_update_arenas_t *arenas
     modes[update.arena_count] = role == PARAM && is_split(rule) ? GEMINI_READ_WRITE : role_modes[role];
     list[update.arena_count++] = roles->arena[role];
   }
-  update.flags = arenas->flags;
+  update.flags = arenas->flags | GEMINI_UPDATE_PASSES;
   update.arenas = list;
   update.modes = modes;
   update.first_element = arenas->first_element;

@@ -258,14 +258,20 @@ enum { ADAMW, SGD, NARROW, BLOCKS, UPDATES };
 typedef struct isa {
   const char *name;
   gmi_kernel_fn *kernels[UPDATES];
-  gmi_beside_fn *adamw_beside; /* or NULL */
+  gmi_beside_fn *adamw_beside, *adamw_results; /* or NULL */
 } isa_t;
 /* From the slowest to the fastest. [0] runs everywhere, and does the last elements of a span for the others. */
 static const isa_t isas[] = {
-  { "plain", { gmi_adamw_plain, gmi_sgd_plain, gmi_narrow_plain, gmi_blocks_plain }, NULL },
+  { "plain", { gmi_adamw_plain, gmi_sgd_plain, gmi_narrow_plain, gmi_blocks_plain }, NULL, NULL },
 #ifdef __x86_64__
-  { "avx2", { gmi_adamw_avx2, gmi_sgd_avx2, gmi_narrow_avx2, gmi_blocks_avx2 }, gmi_adamw_beside_avx2 },
-  { "avx512", { gmi_adamw_avx512, gmi_sgd_avx512, gmi_narrow_avx512, gmi_blocks_avx512 }, gmi_adamw_beside_avx512 },
+  { "avx2",
+    { gmi_adamw_avx2, gmi_sgd_avx2, gmi_narrow_avx2, gmi_blocks_avx2 },
+    gmi_adamw_beside_avx2,
+    gmi_adamw_results_avx2 },
+  { "avx512",
+    { gmi_adamw_avx512, gmi_sgd_avx512, gmi_narrow_avx512, gmi_blocks_avx512 },
+    gmi_adamw_beside_avx512,
+    gmi_adamw_results_avx512 },
 #endif
 };
 #define ISAS (sizeof isas / sizeof *isas)
@@ -421,5 +427,61 @@ gemini_status_t gmi_sgd_beside(const char *operation, const gemini_sgd_t *sgd, u
   if (!status) status = gmi_sgd_prepare(operation, sgd, count, &written, &k);
   const gmi_widths_t widths = { 4, 4, 4 };
   if (!status) run_copied(SGD, &k, &widths, &read, to, 0, count);
+  return status;
+}
+
+/* --- the parameters alone --- */
+
+/* Copies the elements from first on to the begin of to. */
+static void copy_part(void *to, const void *from, uint64_t first, uint64_t count, uint64_t bytes) {
+  if (from) memcpy(to, (const char *)from + first * bytes, count * bytes);
+}
+
+/* As run_copied(), but the copies are dropped: only what is written beside them, the parameters, stays. */
+static void run_results(int update, const void *k, const gmi_widths_t *widths, const gmi_arrays_t *a, uint64_t first,
+                        uint64_t count, uint32_t param_dtype, uint32_t grad_dtype) {
+  _Alignas(64) float master[GMI_TILE], momentum[GMI_TILE], variance[GMI_TILE];
+  gmi_kernel_fn *kernel = isa()->kernels[update], *rest = isas[0].kernels[update];
+  for (const uint64_t end = first + count; first < end; first += GMI_TILE) {
+    double lanes[GMI_LANES] = { 0 };
+    const uint64_t here = end - first < GMI_TILE ? end - first : GMI_TILE, whole = here - here % GMI_LANES;
+    gmi_adamw_t moved; /* of an AdamW, whose random bits go by the number of element 0 */
+    const gmi_arrays_t tile = { (char *)a->param + first * gmi_dtype_bytes(param_dtype),
+                                (char *)a->grad + first * gmi_dtype_bytes(grad_dtype), master, momentum, variance };
+    copy_part(master, a->master, first, here, widths->master);
+    copy_part(momentum, a->momentum, first, here, widths->momentum);
+    copy_part(variance, a->variance, first, here, widths->variance);
+    if (update != SGD) {
+      moved = *(const gmi_adamw_t *)k;
+      moved.first += (uint32_t)first;
+    }
+    kernel(update == SGD ? k : &moved, &tile, 0, whole, lanes);
+    if (whole < here) rest(update == SGD ? k : &moved, &tile, whole, here - whole, lanes);
+  }
+}
+
+gemini_status_t gmi_adamw_results(const char *operation, const gemini_adamw_t *adamw, uint64_t first, uint64_t count,
+                                  const gmi_arrays_t *a) {
+  gmi_adamw_t k;
+  gemini_status_t status = gmi_adamw_prepare(operation, adamw, first, count, a, &k);
+  if (!status && (k.split || !a->param))
+    return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0,
+                           "there are no parameters that can be written without their masters");
+  if (status) return status;
+  const gmi_widths_t widths = gmi_adamw_widths(adamw);
+  const bool streams = isa()->adamw_results && !gmi_is_narrow(&k) &&
+                       (uintptr_t)a->param % (k.param_dtype == GEMINI_DTYPE_F32 ? 64 : 32) == 0;
+  const uint64_t whole = streams ? count - count % GMI_LANES : 0;
+  if (whole) isa()->adamw_results(&k, a, a, 0, whole);
+  run_results(kernel_of(&k), &k, &widths, a, whole, count - whole, k.param_dtype, k.grad_dtype);
+  return GEMINI_OK;
+}
+
+gemini_status_t gmi_sgd_results(const char *operation, const gemini_sgd_t *sgd, uint64_t count, const gmi_arrays_t *a) {
+  gmi_sgd_t k;
+  gemini_status_t status = gmi_sgd_prepare(operation, sgd, count, a, &k);
+  if (!status && !a->param) return gmi_update_fail(operation, GEMINI_ERR_INVALID, 0, "there are no parameters");
+  const gmi_widths_t widths = { 4, 4, 4 };
+  if (!status) run_results(SGD, &k, &widths, a, 0, count, k.param_dtype, k.grad_dtype);
   return status;
 }

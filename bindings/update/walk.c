@@ -98,11 +98,15 @@ typedef struct place {
 typedef struct arrays {
   gmi_arrays_t at, to;
   bool beside;
+  bool results; /* the parameters alone are to be written */
 } arrays_t;
 
 static gemini_status_t update_arrays(const rule_t *rule, place_t on, uint64_t first, uint64_t count,
                                      const arrays_t *arrays) {
   const gmi_arrays_t *a = &arrays->at;
+  if (arrays->results)
+    return rule->adamw ? gmi_adamw_results(WALK, rule->adamw, first, count, a)
+                       : gmi_sgd_results(WALK, rule->sgd, count, a);
   if (arrays->beside)
     return rule->adamw ? gmi_adamw_beside(WALK, rule->adamw, first, count, a, &arrays->to)
                        : gmi_sgd_beside(WALK, rule->sgd, count, a, &arrays->to);
@@ -129,8 +133,9 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
     beside |= i != GRAD && out[i] != ptr[i];
   }
   if (index == GEMINI_UPDATE_SKIP) {
-    if (beside)
-      return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0, "an update that is speculated can skip no elements");
+    if (beside || span->pass)
+      return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
+                             "an update that is speculated, or has two passes, can skip no elements");
     if (ptr[PARAM] != ptr[GRAD]) return GEMINI_OK;
     return gmi_update_fail(WALK, GEMINI_ERR_INVALID, 0,
                            "the gradient has taken the parameter's bytes: it cannot be skipped");
@@ -148,7 +153,8 @@ static gemini_status_t update_part(const gemini_update_walk_t *walk, const gemin
   }
   const arrays_t arrays = { { ptr[PARAM], ptr[GRAD], ptr[MASTER], ptr[MOMENTUM], ptr[VARIANCE] },
                             { out[PARAM], ptr[GRAD], out[MASTER], out[MOMENTUM], out[VARIANCE] },
-                            beside };
+                            beside,
+                            span->pass == GEMINI_PASS_RESULTS };
   return update_arrays(&rule, on, begin, end - begin, &arrays);
 }
 
@@ -301,13 +307,15 @@ static gemini_status_t check_arenas(const gemini_update_walk_t *walk, const gemi
   }
   /* In place an arena that the walk does not write stays as it is; beside the old values it would have undefined
    * ones. */
-  for (uint32_t k = 0; update->flags & GEMINI_UPDATE_SPECULATE && k < update->arena_count; k++) {
+  const uint32_t beside = update->flags & (GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_PASSES);
+  for (uint32_t k = 0; beside && k < update->arena_count; k++) {
     bool written = !(update->modes[k] & GEMINI_WRITE);
     for (int i = 0; i < ROLES; i++) written |= i != GRAD && roles.index[i] == k;
     if (!written)
       REFUSE("modes[%" PRIu32 "] is %" PRIu32 ", but the walk does not write that arena, as an update with "
-             "GEMINI_UPDATE_SPECULATE must: want READ",
-             k, update->modes[k]);
+             "%s must: want READ",
+             k, update->modes[k],
+             beside & GEMINI_UPDATE_SPECULATE ? "GEMINI_UPDATE_SPECULATE" : "GEMINI_UPDATE_PASSES");
   }
   return GEMINI_OK;
 }

@@ -62,6 +62,7 @@ typedef struct gmi_walk {
 typedef struct {
   uint64_t begin, end; /* elements */
   uint64_t next_use;   /* as piece_use() of gmi_advice_t */
+  bool two_passes;     /* likewise */
   uint32_t count;
   gmi_chunk_t *chunks[GMI_PIECE_CHUNKS];
   uint32_t modes[GMI_PIECE_CHUNKS];
@@ -89,6 +90,8 @@ bool gmi_piece_is_pinned(const gmi_piece_t *p);                     /* a chunk t
  * released for the callback; on the host the caller removes it. deferred: counted by gmi_workers_deferred(). */
 gemini_status_t gmi_piece_on_device(gmi_walk_t *k, gmi_piece_t *p, gmi_rest_t *rest);
 gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred);
+/* Brings the chunks' bytes to the host, each to any slot: a worker's slice lies within one chunk of each arena. */
+gemini_status_t gmi_piece_to_host(gmi_walk_t *k, gmi_piece_t *p);
 void gmi_walk_unref(gmi_walk_t *k);
 
 /* ---- deferred.c */

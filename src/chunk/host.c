@@ -179,12 +179,51 @@ static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) 
   return GMI_NONE;
 }
 
+/* Is work of jobs or transfers queued on the slot, for whomever it may have been? Its next owner waits for it. */
+static bool is_busy(const gmi_manager_t *m, uint32_t slot) {
+  const gmi_slot_t *s = &m->host.slots[slot];
+  return atomic_load_explicit(&s->work_done, memory_order_relaxed) < s->work_queued;
+}
+static bool slot_is_committed(const gmi_manager_t *m, uint32_t slot) {
+  const uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
+  return m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes;
+}
+/* The free slots, from the word of the map that has the newest spare slot on, all round. Begins as { 0 }. */
+typedef struct {
+  uint32_t words, word;
+  uint64_t bits;
+} walk_t;
+static bool walk_free(const gmi_manager_t *m, walk_t *w, uint32_t *slot_out) {
+  const uint32_t words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64;
+  for (; !w->bits; w->bits = m->host.free_map[w->word]) {
+    if (w->words == words) return false;
+    w->word = (first + w->words++) % words;
+  }
+  *slot_out = w->word * 64 + (uint32_t)__builtin_ctzll(w->bits);
+  w->bits &= w->bits - 1;
+  return true;
+}
+/* Prefers memory that is committed, as to commit more takes long, and of that what no job uses any more. */
+static uint32_t spare_choose(const gmi_manager_t *m, bool quiet) {
+  uint32_t best = GMI_NONE, slot;
+  int least = 4;
+  for (walk_t w = { 0 }; least && walk_free(m, &w, &slot);) {
+    const bool busy = is_busy(m, slot);
+    const int cost = 2 * !slot_is_committed(m, slot) + busy;
+    if (cost < least && !(quiet && busy)) best = slot, least = cost;
+  }
+  return best;
+}
+
 /* Chooses a chunk's slot, so that runs form by themselves: its home; else next to a neighbour of its arena; else the
  * first of two free slots, where the next chunk can join it; else any free one. At least one slot must be free. */
 static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
   gmi_arena_t *a = gmi_chunk_arena(m, c);
-  uint32_t home = home_of(m, c), below = c->index ? gmi_chunk_slot(&a->chunks[c->index - 1]) : GMI_NONE;
+  uint32_t home = home_of(m, c), quiet = GMI_NONE,
+           below = c->index ? gmi_chunk_slot(&a->chunks[c->index - 1]) : GMI_NONE;
   uint32_t above = c->index + 1 < atomic_load(&a->chunk_count) ? gmi_chunk_slot(&a->chunks[c->index + 1]) : GMI_NONE;
+  if (is_free(m, home) && is_busy(m, home)) quiet = spare_choose(m, true);
+  if (quiet != GMI_NONE && slot_is_committed(m, quiet)) return quiet; /* rather than wait for a second pass, say */
   if (is_free(m, home)) return home;
   if (below != GMI_NONE && below + 1 < m->host.slot_count && is_free(m, below + 1)) return below + 1;
   if (above != GMI_NONE && above && is_free(m, above - 1)) return above - 1;
@@ -277,34 +316,6 @@ uint32_t gmi_host_spare(const gmi_manager_t *m) {
   uint64_t left = m->host.slot_count > taken ? m->host.slot_count - taken : 0;
   return left < gmi_host_free(m) ? (uint32_t)left : gmi_host_free(m);
 }
-static bool slot_is_committed(const gmi_manager_t *m, uint32_t slot) {
-  const uint64_t begin = slot * gmi_slot_bytes(m), part = begin / m->host.part_bytes;
-  return m->host.committed[part] >= begin + gmi_slot_bytes(m) - part * m->host.part_bytes;
-}
-/* The free slots, from the word of the map that has the newest spare slot on, all round. Begins as { 0 }. */
-typedef struct {
-  uint32_t words, word;
-  uint64_t bits;
-} walk_t;
-static bool walk_free(const gmi_manager_t *m, walk_t *w, uint32_t *slot_out) {
-  const uint32_t words = m->host.slot_count / 64 + 1, first = m->host.spare_hand / 64;
-  for (; !w->bits; w->bits = m->host.free_map[w->word]) {
-    if (w->words == words) return false;
-    w->word = (first + w->words++) % words;
-  }
-  *slot_out = w->word * 64 + (uint32_t)__builtin_ctzll(w->bits);
-  w->bits &= w->bits - 1;
-  return true;
-}
-/* Prefers memory that is committed: to commit more takes long. */
-static uint32_t spare_choose(const gmi_manager_t *m) {
-  uint32_t any = GMI_NONE, slot;
-  for (walk_t w = { 0 }; walk_free(m, &w, &slot);) {
-    if (slot_is_committed(m, slot)) return slot;
-    if (any == GMI_NONE) any = slot;
-  }
-  return any;
-}
 bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count) {
   uint32_t slot;
   for (walk_t w = { 0 }; count && walk_free(m, &w, &slot);) count -= slot_is_committed(m, slot);
@@ -320,8 +331,8 @@ void gmi_host_spare_expect(gmi_manager_t *m, uint64_t count) {
     count--;
   }
 }
-bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out) {
-  uint32_t slot = gmi_host_free(m) ? spare_choose(m) : GMI_NONE;
+bool gmi_host_spare_take(gmi_manager_t *m, bool quiet, uint32_t *slot_out) {
+  uint32_t slot = gmi_host_free(m) ? spare_choose(m, quiet) : GMI_NONE;
   if (slot == GMI_NONE || gmi_host_commit(m, slot * gmi_slot_bytes(m), gmi_slot_bytes(m))) return false;
   m->host.spare_hand = slot;
   m->host.spare_count++;

@@ -75,7 +75,8 @@ void gmi_host_forget_peak(gmi_manager_t *m, uint64_t bytes);
 bool gmi_host_spare_is_committed(const gmi_manager_t *m, uint32_t count); /* is the memory of the next ones? */
 /* So many will be taken: as far as there are so many spare ones, the memory of the next ones is committed ahead. */
 void gmi_host_spare_expect(gmi_manager_t *m, uint64_t count);
-bool gmi_host_spare_take(gmi_manager_t *m, uint32_t *slot_out); /* false: the system has no memory for it */
+/* quiet: one that no job uses any more. False: there is none, or the system has no memory for it. */
+bool gmi_host_spare_take(gmi_manager_t *m, bool quiet, uint32_t *slot_out);
 void gmi_host_spare_give(gmi_manager_t *m, uint32_t slot);
 /* The slot becomes the chunk's, whose own is free then. */
 void gmi_host_spare_bind(gmi_manager_t *m, uint32_t slot, gmi_chunk_t *c);

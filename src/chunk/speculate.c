@@ -93,7 +93,7 @@ bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device) {
     return false;
   }
   forget(m, s);
-  bool taken = gmi_attempt_take(m, s->attempt, p->next_use);
+  bool taken = gmi_attempt_take(m, s->attempt, p->next_use, p->two_passes);
   for (uint32_t i = 0; i < s->count; i++) {
     spec_chunk_t *c = &s->chunks[i];
     if (c->slot == GMI_NONE) continue;
@@ -125,19 +125,10 @@ static bool chunk_is_ready(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode) {
   return gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS);
 }
 
-/* Is the piece a whole unit, of which the update reads and writes nothing else? */
-static bool is_unit(const gmi_walk_t *k, const gmi_piece_t *p) {
-  if (p->begin % k->unit) return false;
-  bool last = true;
-  for (uint32_t i = 0; i < k->u.arena_count; i++)
-    last &= p->end == atomic_load(&k->arenas[i]->size) / k->arenas[i]->element_bytes;
-  return (p->end % k->unit == 0 || last) && !gmi_piece_has_gaps(k, p);
-}
-
 /* Looks at all chunks before anything changes. *missing_out: slots that copies of gradients need. */
 static bool is_ready(gmi_walk_t *k, gmi_piece_t *p, uint32_t *written_out, uint32_t *missing_out) {
   *written_out = *missing_out = 0;
-  bool ready = is_unit(k, p);
+  bool ready = gmi_piece_is_unit(k, p);
   for (uint32_t i = 0; ready && i < p->count; i++) {
     ready = chunk_is_ready(k->m, p->chunks[i], p->modes[i]);
     *written_out += (p->modes[i] & GEMINI_WRITE) != 0;
@@ -146,80 +137,16 @@ static bool is_ready(gmi_walk_t *k, gmi_piece_t *p, uint32_t *written_out, uint3
   return ready && *written_out;
 }
 
-/* The job of a unit whose slots are there. NULL: no memory for it. */
-static gmi_job_t *job_of(gmi_walk_t *k, const gmi_piece_t *p, const gmi_spec_t *s) {
-  gmi_manager_t *m = k->m;
-  uint32_t chunks = 0, written = 0, first, count;
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    gmi_piece_range(k, p, i, &first, &count);
-    chunks += count;
-  }
-  for (uint32_t i = 0; i < s->count; i++) written += s->chunks[i].slot != GMI_NONE;
-  const uint32_t slots = p->count + written;
-  gmi_job_t *job =
-      calloc(1, sizeof *job + (slots + 1) * sizeof(gmi_fence_t) + slots * (sizeof(gmi_slot_t *) + sizeof(uint64_t)) +
-                    2 * chunks * sizeof(uint8_t *) + chunks * sizeof *job->zeros);
-  if (!job) return NULL;
-  uint8_t *at = (uint8_t *)(job + 1);
-  job->zeros = (void *)at;
-  at += chunks * sizeof *job->zeros;
-  job->fences = (void *)at;
-  at += (slots + 1) * sizeof *job->fences;
-  job->slots = (void *)at;
-  at += slots * sizeof *job->slots;
-  job->after = (void *)at;
-  at += slots * sizeof *job->after;
-  uint8_t **addresses = (void *)at;
-  job->fn = k->u.fn;
-  job->try_fn = k->u.try_fn;
-  job->user = k->u.user;
-  job->next_use = UINT64_MAX; /* behind all that is certain */
-  job->span = (gemini_update_span_t){ .struct_size = sizeof(gemini_update_span_t),
-                                      .tier = GEMINI_TIER_HOST,
-                                      .first_element = p->begin,
-                                      .element_count = p->end - p->begin,
-                                      .arena_count = k->u.arena_count };
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    const gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(m, a->store);
-    gmi_piece_range(k, p, i, &first, &count);
-    uint8_t **outs = addresses, **ins = k->modes[i] == GEMINI_WRITE ? outs : outs + count;
-    job->element_bytes[i] = a->element_bytes;
-    job->chunks[i] = ins;
-    job->outs[i] = k->modes[i] & GEMINI_WRITE ? outs : NULL;
-    addresses = outs + 2 * (uint64_t)count;
-    for (uint32_t c = 0; c < count; c++) {
-      gmi_chunk_t *chunk = &store->chunks[first + c];
-      uint32_t n = 0;
-      while (s->chunks[n].chunk != chunk) n++;
-      if (k->modes[i] != GEMINI_WRITE) ins[c] = gmi_chunk_host(m, chunk);
-      if (!(k->modes[i] & GEMINI_WRITE)) continue;
-      outs[c] = gmi_slot_address(m, s->chunks[n].slot);
-      /* Behind the arena's last element its chunk has zeros, which an arena that grows later shows. */
-      const uint64_t begin = (uint64_t)(first + c) << m->cut.chunk_shift, end = p->end * a->element_bytes;
-      if (end - begin >= gmi_chunk_bytes(m)) continue;
-      job->zeros[job->zero_count].address = outs[c] + (end - begin);
-      job->zeros[job->zero_count++].bytes = gmi_chunk_bytes(m) - (end - begin);
-    }
-  }
-  return job;
-}
-
-static void use_slot(gmi_manager_t *m, gmi_job_t *job, uint32_t index) {
-  gmi_slot_t *slot = &m->host.slots[index];
-  if (!gmi_fence_reached(m, slot->fence)) job->fences[job->fence_count++] = slot->fence;
-  job->after[job->slot_count] = slot->work_queued++;
-  job->slots[job->slot_count++] = slot;
-}
-
 /* Brings the gradients to the host, and takes a spare slot for each written chunk. False: some could not be had, and
  * nothing has changed but where gradients are. The bytes of the record's chunks are held on the host by the caller. */
-static bool slots_take(gmi_manager_t *m, const gmi_piece_t *p, gmi_spec_t *s) {
+static bool slots_take(gmi_manager_t *m, const gmi_piece_t *p, gmi_spec_t *s, uint32_t *slots) {
   bool got = true;
   for (uint32_t i = 0; got && i < p->count; i++)
     if (p->modes[i] & GEMINI_READ) got = !gmi_chunk_to_host(m, p->chunks[i], false, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; i < p->count; i++) {
     s->chunks[i] = (spec_chunk_t){ p->chunks[i], GMI_NONE };
-    if (got && p->modes[i] & GEMINI_WRITE) got = gmi_host_spare_take(m, &s->chunks[i].slot);
+    if (got && p->modes[i] & GEMINI_WRITE) got = gmi_host_spare_take(m, false, &s->chunks[i].slot);
+    slots[i] = s->chunks[i].slot;
     s->count++;
   }
   return got;
@@ -230,8 +157,9 @@ static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p) {
   gmi_spec_t *s = calloc(1, sizeof *s + p->count * sizeof *s->chunks);
   gmi_attempt_t *attempt = calloc(1, sizeof *attempt);
   gmi_job_t *job = NULL;
+  uint32_t slots[GMI_PIECE_CHUNKS];
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_hold_host(m, p->chunks[i], false);
-  if (s && attempt && slots_take(m, p, s)) job = job_of(k, p, s);
+  if (s && attempt && slots_take(m, p, s, slots)) job = gmi_job_beside(k, p, slots);
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_unhold_host(m, p->chunks[i], false);
   if (!job) {
     for (uint32_t i = 0; s && i < s->count; i++)
@@ -252,16 +180,9 @@ static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p) {
   s->previous = m->update.last_spec;
   *(s->previous ? &s->previous->next : &m->update.first_spec) = s;
   m->update.last_spec = s;
-  if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
-  for (uint32_t i = 0; i < s->count; i++) {
-    if (p->modes[i] & GEMINI_READ) use_slot(m, job, gmi_chunk_slot(s->chunks[i].chunk));
-    if (s->chunks[i].slot != GMI_NONE) use_slot(m, job, s->chunks[i].slot);
-    gmi_chunk_spec_set(m, s->chunks[i].chunk, s);
-  }
-  if (k->user) {
-    atomic_fetch_add(&k->user->refs, 1);
-    job->user_refs = &k->user->refs;
-  }
+  gmi_job_use_slots(k, p, slots, job);
+  for (uint32_t i = 0; i < s->count; i++) gmi_chunk_spec_set(m, s->chunks[i].chunk, s);
+  job->next_use = UINT64_MAX; /* behind all that is certain */
   add_figure(&m->stats.speculated_elements, s->end - s->begin);
   gmi_workers_push(m, job);
   return true;

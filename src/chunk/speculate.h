@@ -16,4 +16,16 @@ bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device);
 void gmi_specs_drop(gmi_manager_t *m);                 /* all */
 void gmi_specs_room(gmi_manager_t *m, uint32_t count); /* the last ones, until count slots are free or none is left */
 
+/* ---- chunk/passes.c */
+/* Is the piece a whole unit, of which the update reads and writes nothing else? */
+bool gmi_piece_is_unit(const gmi_walk_t *k, const gmi_piece_t *p);
+/* The job of a unit that writes the new values of chunk i of the piece to slots[i], or in place if that is GMI_NONE;
+ * its slots are not in use yet. NULL: no memory for it. */
+struct gmi_job *gmi_job_beside(gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots);
+/* Counts the job in its slots, those of results first, and lists what it waits for. */
+void gmi_job_use_slots(const gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots, struct gmi_job *job);
+/* Queues the piece on the host, in two passes. False: it cannot have two, or there is no spare memory for it; nothing
+ * has changed but where bytes are. */
+bool gmi_piece_in_passes(gmi_walk_t *k, gmi_piece_t *p);
+
 #endif

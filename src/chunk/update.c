@@ -93,8 +93,7 @@ void gmi_piece_range(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, uint
   *count_out = (uint32_t)((p->end * bytes - 1) >> k->m->cut.chunk_shift) - *first_out + 1;
 }
 
-/* Brings the chunks' bytes to the host, each to any slot: a worker's slice lies within one chunk of each arena. */
-static gemini_status_t piece_to_host(gmi_walk_t *k, gmi_piece_t *p) {
+gemini_status_t gmi_piece_to_host(gmi_walk_t *k, gmi_piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t missing = 0;
   for (uint32_t i = 0; i < p->count; i++) {
@@ -131,7 +130,7 @@ static void gap_zeros(const gmi_walk_t *k, const gmi_piece_t *p, uint64_t first_
 /* Hands a piece to the workers. All that can fail comes before the first slot's count changes. */
 gemini_status_t gmi_piece_on_host(gmi_walk_t *k, gmi_piece_t *p, bool deferred) {
   gmi_manager_t *m = k->m;
-  gemini_status_t status = piece_to_host(k, p);
+  gemini_status_t status = gmi_piece_to_host(k, p);
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_fence_place(m, m->host.slots[gmi_chunk_slot(p->chunks[i])].fence);
   if (status) return status;
@@ -380,10 +379,13 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (!status) status = gmi_workers_failure(m); /* an earlier update did not run: further ones would hide wrong bytes */
   if (status) return status;
   gemini_update_t *u = &k->u;
-  const uint32_t known = GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT | GEMINI_UPDATE_PART;
+  const uint32_t known =
+      GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT | GEMINI_UPDATE_PART | GEMINI_UPDATE_PASSES;
   if (u->flags & ~known) return gmi_fail(GEMINI_ERR_INVALID, 0, "flags has unknown bits %#x", u->flags & ~known);
-  if (u->flags & GEMINI_UPDATE_SPECULATE && u->flags != GEMINI_UPDATE_SPECULATE)
-    return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_SPECULATE goes with no other flag", u->flags);
+  if (u->flags & GEMINI_UPDATE_SPECULATE &&
+      (u->flags | GEMINI_UPDATE_PASSES) != (GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_PASSES))
+    return gmi_fail(GEMINI_ERR_INVALID, 0,
+                    "flags is %#x: GEMINI_UPDATE_SPECULATE goes with no other flag but GEMINI_UPDATE_PASSES", u->flags);
   if (u->flags & GEMINI_UPDATE_PART && u->flags & GEMINI_UPDATE_COMMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_PART does not go with GEMINI_UPDATE_COMMIT",
                     u->flags);
@@ -562,7 +564,7 @@ static gemini_status_t tail_queue_one(gmi_walk_t *k, gmi_piece_t *p, bool device
     return gmi_tail_leave_one(m->update.deferred, k, p)
                ? GEMINI_OK
                : gmi_fail(GEMINI_ERR_OOM_SYSTEM, ENOMEM, "no memory for an update's record");
-  status = gmi_piece_on_host(k, p, false);
+  status = p->two_passes && gmi_piece_in_passes(k, p) ? GEMINI_OK : gmi_piece_on_host(k, p, false);
   if (!status) gmi_rest_queued(m->update.deferred, k->tail, p);
   return status;
 }
@@ -594,6 +596,7 @@ static void walk_run(gmi_walk_t *k, uint32_t index) {
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->trace.advice->piece_on_device(m, index, number);
     p.next_use = m->trace.advice->piece_use(m, index, number);
+    p.two_passes = m->trace.advice->two_passes(m, index, number);
     if (gmi_spec_take(k, &p, device)) {
       gmi_rest_queued(m->update.deferred, k->tail, &p);
       continue;
@@ -691,7 +694,8 @@ static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
   gmi_reap(m);
   gmi_trace_update_t record = { .arena_count = k->u.arena_count,
                                 .first_element = k->u.first_element,
-                                .element_count = k->u.element_count };
+                                .element_count = k->u.element_count,
+                                .passes = k->u.flags & GEMINI_UPDATE_PASSES };
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];

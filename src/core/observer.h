@@ -25,6 +25,7 @@ typedef struct gmi_trace_update {
   uint32_t arena_count;
   uint32_t arenas[GMI_UPDATE_ARENAS], modes[GMI_UPDATE_ARENAS];
   uint64_t first_element, element_count;
+  bool passes; /* GEMINI_UPDATE_PASSES */
 } gmi_trace_update_t;
 
 /* A wait of the calling thread that may delay the queueing of an operator's work. */
@@ -79,6 +80,8 @@ typedef struct gmi_advice {
    * the first next use of the piece's chunks. */
   bool (*piece_on_device)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   uint64_t (*piece_use)(struct gmi_manager *m, uint32_t index, uint32_t piece);
+  /* Is this piece, if it runs on the host, to have two passes? */
+  bool (*two_passes)(struct gmi_manager *m, uint32_t index, uint32_t piece);
   /* Does the plan of the running iteration have the chunk stay on the device for good? */
   bool (*stays)(struct gmi_manager *m, const struct gmi_chunk *c);
   /* Is it worth computing ahead, on the host, what begins at this element of the arena, in an update that this

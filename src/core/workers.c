@@ -26,6 +26,7 @@
 enum {
   WORKERS_LIMIT = 256,
   INTERVALS_LIMIT = 16384,
+  PASSES = GEMINI_PASS_STATES + 1,
   LOOK = 32,        /* unready jobs that one pass examines at either end of the queue: bounds its cost */
   LOOK_NS = 200000, /* time between two passes while there is other work */
   WAITERS = 2       /* workers that may block on unready jobs */
@@ -61,13 +62,18 @@ typedef struct gmi_workers {
   gemini_status_t failure;       /* of the first update that did not run, or whose function failed; never reset */
   int64_t failure_code;
   char failure_text[440]; /* in words */
+  uint64_t begun_states;  /* second passes */
   bool stop;
   uint32_t thread_count;
+  /* By pass. updated: by slices of updates, all in all; begun: at the begins of the last iteration but one, and the
+   * last; ns_per_element: of an update and one worker, see rate() */
   struct {
-    uint64_t elements;
-    double ns;
-  } updated, begun[2]; /* by slices of updates, all in all; at the begins of the last iteration but one, and the last */
-  double ns_per_element; /* of an update and one worker; see rate() */
+    struct {
+      uint64_t elements;
+      double ns;
+    } updated, begun[2];
+    double ns_per_element;
+  } passes[PASSES];
   gmi_manager_t *m;
   bool bound; /* to these cores */
   cpu_set_t cores;
@@ -170,7 +176,8 @@ static void look(gmi_workers_t *l, bool from_end) {
 static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
-  if (!l->ready || now_ns - l->looked_ns >= LOOK_NS) {
+  /* No second pass before the first ones that can run. */
+  if (!l->ready || l->ready->pass == GEMINI_PASS_STATES || now_ns - l->looked_ns >= LOOK_NS) {
     l->looked_ns = now_ns;
     look(l, false);
     look(l, true);
@@ -212,6 +219,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
     add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
+    job->pass = GEMINI_PASS_BOTH;
     if (!job->norm) fail(l, job->attempt, status, 0, "an update did not run: %s", text);
   }
   pthread_cond_broadcast(&l->more);
@@ -236,11 +244,21 @@ static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, 
   return count;
 }
 
+/* What the pass is not to write, it has no memory for. Results are not read either. */
+static void leave_out(const gmi_job_t *job, uint32_t pass, gemini_update_span_t *span) {
+  span->pass = pass;
+  for (uint32_t i = 0; pass && i < span->arena_count; i++) {
+    if (job->writes[pass == GEMINI_PASS_RESULTS] >> i & 1) span->out[i] = NULL;
+    if (pass == GEMINI_PASS_STATES && job->writes[0] >> i & 1) span->ptr[i] = NULL;
+  }
+}
+
 /* Takes the next slice of the job and runs it. Called with the lock held, which it releases while fn runs. Other
  * workers may run other slices of the job meanwhile; the job stays allocated until done_elements covers all of them. */
 static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
+  const uint32_t pass = job->pass;
   uint64_t at = job->next_element, count = locate(job, m->cut.chunk_shift, at, &span);
   const bool dropped = job->attempt && job->attempt->state == GMI_ATTEMPT_DROPPED;
   if (dropped) count = job->span.element_count - at;
@@ -254,6 +272,7 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   pthread_mutex_unlock(&l->lock);
   span.first_element += at + job->named_shift;
   span.element_count = count;
+  leave_out(job, pass, &span);
   uint64_t begin = m->device.ops->now(m->device.self);
   gmi_span_run(m, job->fn, job->try_fn, job->user, &span, job->attempt);
   uint64_t end = m->device.ops->now(m->device.self);
@@ -262,8 +281,8 @@ static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   if (l->recording && l->interval_count < INTERVALS_LIMIT)
     l->intervals[l->interval_count++] = (gmi_workers_interval_t){ begin, end, worker, job->norm };
   if (job->norm) return;
-  l->updated.elements += count;
-  l->updated.ns += (double)(end - begin);
+  l->passes[pass].updated.elements += count;
+  l->passes[pass].updated.ns += (double)(end - begin);
 }
 
 /* Gives up a reference. Called with the lock held. */
@@ -278,12 +297,14 @@ static void to_next_use(gmi_workers_t *l, gmi_job_t *job, uint64_t next_use) {
   job->next_use = next_use;
   if (at) add_ready(l, job);
 }
-bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use) {
+bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use, bool two_passes) {
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
   const bool usable = attempt->state == GMI_ATTEMPT_OPEN;
   if (usable) attempt->state = GMI_ATTEMPT_TAKEN;
-  if (usable && attempt->job) to_next_use(l, attempt->job, next_use);
+  gmi_job_t *job = usable ? attempt->job : NULL;
+  if (job && two_passes && job->writes[0] && job->writes[1] && !job->next_element) job->pass = GEMINI_PASS_RESULTS;
+  if (job) to_next_use(l, job, next_use);
   attempt_unref(attempt);
   pthread_mutex_unlock(&l->lock);
   return usable;
@@ -296,14 +317,35 @@ void gmi_attempt_drop(gmi_manager_t *m, gmi_attempt_t *attempt) {
   pthread_mutex_unlock(&l->lock);
 }
 
-/* Removes a job whose elements are all done, and frees it. The release increment of work_done publishes the written
- * bytes to every thread that loads the count (acquire), with or without a lock. Called with the lock held, which it
- * releases to wake streams, as the device takes its own locks. */
+/* The release increment of work_done publishes the written bytes to every thread that loads the count (acquire), with
+ * or without a lock. Called with the lock held, as are the next two. */
+static void slots_done(const gmi_job_t *job, uint32_t first, uint32_t end) {
+  for (uint32_t i = first; i < end; i++) atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
+}
+
+/* Begins the second pass of a job whose first one is done: behind all that is wanted soon, and before what is
+ * speculated. Gradients are written again in the other order than parameters are used, so the job that was begun last
+ * comes first. Releases the lock to wake streams; the job may be gone then. */
+static void begin_states(gmi_workers_t *l, gmi_job_t *job) {
+  slots_done(job, 0, job->result_count);
+  job->pass = GEMINI_PASS_STATES;
+  job->next_element = job->done_elements = 0;
+  job->next_use = UINT64_MAX - 1 - l->begun_states++;
+  add_ready(l, job);
+  l->finished++;
+  pthread_cond_broadcast(&l->done);
+  pthread_cond_broadcast(&l->more);
+  pthread_mutex_unlock(&l->lock);
+  l->m->device.ops->stream.flag_wake(l->m->device.self);
+  pthread_mutex_lock(&l->lock);
+}
+
+/* Removes a job whose elements are all done, and frees it. Releases the lock to wake streams, as the device takes its
+ * own locks. */
 static void finish(gmi_workers_t *l, gmi_job_t *job) {
   *(job->previous ? &job->previous->next : &l->first) = job->next;
   *(job->next ? &job->next->previous : &l->last) = job->previous;
-  for (uint32_t i = 0; i < job->slot_count; i++)
-    atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
+  slots_done(job, job->pass == GEMINI_PASS_STATES ? job->result_count : 0, job->slot_count);
   l->pending--;
   l->deferred -= job->deferred;
   l->finished++;
@@ -334,7 +376,9 @@ static void *work(void *user) {
     }
     if (job->state == JOB_READY) run_slice(l, job, me->index);
     else prepare(l, job);
-    if (job->done_elements == job->span.element_count) finish(l, job);
+    if (job->done_elements < job->span.element_count) continue;
+    if (job->pass == GEMINI_PASS_RESULTS) begin_states(l, job);
+    else finish(l, job);
   }
   pthread_mutex_unlock(&l->lock);
   return NULL;
@@ -494,25 +538,28 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
 
 /* The slices of part of an iteration are not like the others: those beside the backward pass share the memory with its
  * copies. Called with the lock held. */
-static double rate(gmi_workers_t *l) {
-  const uint64_t elements = l->updated.elements - l->begun[0].elements;
-  if (elements) l->ns_per_element = (l->updated.ns - l->begun[0].ns) / (double)elements;
-  return l->ns_per_element;
+static double rate(gmi_workers_t *l, uint32_t pass) {
+  const uint64_t elements = l->passes[pass].updated.elements - l->passes[pass].begun[0].elements;
+  if (elements)
+    l->passes[pass].ns_per_element = (l->passes[pass].updated.ns - l->passes[pass].begun[0].ns) / (double)elements;
+  return l->passes[pass].ns_per_element;
 }
 
 void gmi_workers_iteration(gmi_manager_t *m) {
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
-  (void)rate(l);
-  l->begun[0] = l->begun[1];
-  l->begun[1] = l->updated;
+  for (uint32_t pass = 0; pass < PASSES; pass++) {
+    (void)rate(l, pass);
+    l->passes[pass].begun[0] = l->passes[pass].begun[1];
+    l->passes[pass].begun[1] = l->passes[pass].updated;
+  }
   pthread_mutex_unlock(&l->lock);
 }
 
-double gmi_workers_ns_per_element(gmi_manager_t *m) {
+double gmi_workers_ns_per_element(gmi_manager_t *m, uint32_t pass) {
   gmi_workers_t *l = m->update.workers;
   pthread_mutex_lock(&l->lock);
-  const double ns = rate(l);
+  const double ns = rate(l, pass);
   pthread_mutex_unlock(&l->lock);
   return ns;
 }

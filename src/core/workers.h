@@ -21,8 +21,8 @@ typedef struct gmi_attempt {
   uint32_t refs, state;
 } gmi_attempt_t;
 /* Both give up the caller's reference, and the attempt must be OPEN or FAILED. take: false if it has failed; next_use:
- * from now on the job's. */
-bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use);
+ * from now on the job's; two_passes: it has two if it can, and has not begun. */
+bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_use, bool two_passes);
 void gmi_attempt_drop(gmi_manager_t *m, gmi_attempt_t *attempt);
 
 /* One piece of an update, or one chunk of a norm. The pointers point into the job's own allocation or to records that
@@ -40,21 +40,24 @@ struct gmi_job {
   uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
   uint8_t *const *outs[8];   /* the same for what fn writes; NULL: as chunks */
   gmi_attempt_t *attempt;    /* of a job that is speculated; else NULL */
+  uint32_t pass;             /* GEMINI_PASS_RESULTS: the job has two passes, and this is the first */
+  uint32_t writes[2];        /* bit per arena: what the first and the second pass write; 0: it cannot have two */
   uint32_t fence_count, slot_count, zero_count;
-  bool deferred;       /* counted by gmi_workers_deferred() */
-  bool norm;           /* reads only: a failure is not an update's, and the caller checks whether fn ran */
-  gmi_fence_t *fences; /* [fence_count] device work to wait for */
-  gmi_slot_t **slots;  /* [slot_count] slots whose work_done this job increments when it is done */
-  uint64_t *after;     /* [slot_count] value of work_done to wait for first */
+  uint32_t result_count; /* the first ones of slots: of results, which are done after the first pass */
+  bool deferred;         /* counted by gmi_workers_deferred() */
+  bool norm;             /* reads only: a failure is not an update's, and the caller checks whether fn ran */
+  gmi_fence_t *fences;   /* [fence_count] device work to wait for */
+  gmi_slot_t **slots;    /* [slot_count] slots whose work_done this job increments when it is done */
+  uint64_t *after;       /* [slot_count] value of work_done to wait for first */
   struct {
     void *address;
     uint64_t bytes;
   } *zeros;                  /* [zero_count] memory to clear before fn runs */
   uint32_t element_bytes[8]; /* for each arena */
   /* private to workers.c; guarded by its lock */
-  uint64_t next_element, done_elements; /* elements of the span handed to workers; finished */
+  uint64_t next_element, done_elements; /* elements of the span handed to workers; finished; in this pass */
   gmi_job_t *next_ready;
-  uint32_t state, reserved;
+  uint32_t state;
 };
 enum { GMI_WORKERS_SLICE = 1 << 18 }; /* most elements in one slice: some 7 MB of memory, less than a millisecond */
 /* near: the cores next to the host tier's memory, and so to the GPU, on which updates run fastest; NULL: not known. The
@@ -81,9 +84,9 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished);
 void gmi_span_run(gmi_manager_t *m, gemini_update_fn fn, gemini_update_try_fn try_fn, void *user,
                   const gemini_update_span_t *span, gmi_attempt_t *attempt);
 void gmi_workers_iteration(gmi_manager_t *m); /* an iteration begins */
-/* The mean of one worker since the last iteration but one began; before that if there was no update since. 0: there was
- * none. */
-double gmi_workers_ns_per_element(gmi_manager_t *m);
+/* The mean of one worker in such passes since the last iteration but one began; before that if there was no update
+ * since. 0: there was none. */
+double gmi_workers_ns_per_element(gmi_manager_t *m, uint32_t pass);
 /* Of an update; permanent, as the bytes are wrong from then on. PEER, with the rank's name, if a group has failed, too,
  * as the work that an update waited for was the group's. The manager's lock. */
 gemini_status_t gmi_workers_failure(gmi_manager_t *m);

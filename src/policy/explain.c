@@ -117,7 +117,8 @@ static void say_groups(writer_t *c, const gmi_plan_input_t *input, const gmi_pla
 uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan, const char *const *op_names,
                           char *text, uint64_t size_bytes) {
   writer_t c = { text, size_bytes, 0 };
-  uint64_t evicts = plan->evict_first[plan->op_count], for_update = 0, ahead = 0, largest = 0, largest_chunks = 0;
+  uint64_t evicts = plan->evict_first[plan->op_count], for_update = 0, ahead = 0, passes = 0, largest = 0,
+           largest_chunks = 0;
   uint32_t largest_op = 0;
   for (uint64_t e = 0; e < evicts; e++) for_update += (plan->evicts[e].flags & GMI_EVICT_FOR_UPDATE) != 0;
   for (uint32_t op = 0; op < input->op_count; op++) {
@@ -150,12 +151,15 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
       plan->piece_count - plan->device_piece_count);
   for (uint32_t p = 0; p < plan->piece_count; p++) ahead += plan->piece_ahead[p];
   if (ahead > 0) say(&c, ", %" PRIu64 " of these computed ahead", ahead);
+  for (uint32_t p = 0; p < plan->piece_count; p++) passes += plan->piece_passes[p];
+  if (passes > 0) say(&c, ", %" PRIu64 " in two passes", passes);
   say(&c, "\n");
   say_groups(&c, input, plan);
   if (plan->file_chunks > 0)
     say(&c, "files: %" PRIu64 " chunks of states, %.1f MiB, read and written a step, busy for %.3f ms\n",
         plan->file_chunks, mib(plan->file_chunks, input->file_bytes), ms(plan->file_busy_ns));
-  say(&c, "predicted step: %.3f ms, of it %.3f ms waiting\n", ms(plan->predicted_ns), ms(plan->stall_ns));
+  say(&c, "predicted step: %.3f ms, of it %.3f ms waiting\n", ms(plan->predicted_ns),
+      ms(plan->predicted_ns - plan->compute_ns));
   say(&c, "busy: compute %.3f ms, fetches %.3f ms, write-backs %.3f ms, updates on the host %.3f ms\n",
       ms(plan->compute_ns), ms(plan->fetch_busy_ns), ms(plan->evict_busy_ns), ms(plan->update_busy_ns));
   say_binding(&c, plan);

@@ -254,3 +254,22 @@ uint64_t gmi_links_busy_ns(const gmi_plan_input_t *input, const gmi_plan_collect
   }
   return most_ns;
 }
+
+bool gmi_plan_fits(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
+  if (plan->op_count != input->op_count || plan->chunk_count != input->chunk_count ||
+      plan->piece_count != input->piece_count)
+    return false;
+  for (uint32_t f = 0; f < plan->fetch_first[plan->op_count]; f++) {
+    const gmi_plan_move_t *move = &plan->fetches[f];
+    if (move->chunk >= plan->chunk_count || move->use_op >= plan->op_count ||
+        (move->use_piece >= plan->piece_count && move->use_piece != GMI_NO_PIECE))
+      return false;
+  }
+  for (uint32_t e = 0; e < plan->evict_first[plan->op_count]; e++)
+    if (plan->evicts[e].chunk >= plan->chunk_count) return false;
+  for (uint32_t p = 0; p < plan->piece_count; p++)
+    if ((plan->piece_ahead[p] && (plan->piece_on_device[p] || input->pieces[p].ahead_slots == 0)) ||
+        (plan->piece_passes[p] && (plan->piece_on_device[p] || input->pieces[p].result_ns == 0)))
+      return false;
+  return true;
+}

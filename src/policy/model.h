@@ -105,6 +105,10 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
 /* The busy time of the link of the group whose gathers, or sums, take longest. */
 uint64_t gmi_links_busy_ns(const gmi_plan_input_t *input, const gmi_plan_collective_t *all, uint32_t count, bool sums);
 
+/* Returns whether the plan's sizes and indices match the input, so that a plan of another input is refused instead of
+ * read out of bounds. */
+bool gmi_plan_fits(const gmi_plan_input_t *input, const gmi_plan_t *plan);
+
 /* Does the work of gmi_plan_simulate(). iterations_out: iterations simulated until the steady state; may be NULL. */
 gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out);
 

@@ -27,6 +27,9 @@
  * A host piece may be computed *ahead*: beside ops, from an earlier one on, into spare slots of the host. The results
  * take the place of the old values after its op; nothing sees them before.
  *
+ * A host piece may run in two *passes*: the first one computes the shared chunks alone, which an op then may fetch, the
+ * second one the states, when the workers have nothing else to do. Together they take longer than one.
+ *
  * The plan covers one iteration and repeats: the chunks resident at its begin are resident at its end. */
 #ifndef GMI_POLICY_H
 #define GMI_POLICY_H
@@ -59,10 +62,11 @@ typedef struct gmi_plan_piece {
   /* That its new values take while it is computed ahead; 0: it cannot be. Nor can it if one of its chunks is used after
    * ahead_op, or by another piece, or in a group. */
   uint32_t ahead_slots;
-  uint32_t ahead_op; /* it can be computed ahead when this op has ended; at most after_op */
-  uint32_t reserved;
-  uint64_t host_ns;   /* duration on all host workers together */
-  uint64_t device_ns; /* duration on the device when nothing else runs */
+  uint32_t ahead_op;   /* it can be computed ahead when this op has ended; at most after_op */
+  uint32_t pass_slots; /* spare slots that its two passes take, as the second one reads the gradients once more */
+  uint64_t host_ns;    /* duration on all host workers together */
+  uint64_t result_ns, state_ns; /* likewise, of its two passes; 0: it cannot have two */
+  uint64_t device_ns;           /* duration on the device when nothing else runs */
 } gmi_plan_piece_t;
 
 /* What a group of ranks does with a chunk that they share: a gather, or the sum of gradients. Of the chunk, this rank
@@ -110,7 +114,7 @@ typedef struct gmi_plan_input {
   uint32_t host_slots; /* chunks that fit on the host; set only when not all bytes must fit there. 0: all chunks fit */
   /* pieces whose states may be read, updated and written at the same time when the states are in files */
   uint32_t host_pieces_ahead;
-  uint32_t spare_slots;                 /* of the host, for the new values of pieces that are computed ahead */
+  uint32_t spare_slots; /* of the host, for the new values of pieces that are computed ahead or have two passes */
   uint64_t file_read_ns, file_write_ns; /* duration of one chunk; reads and writes share the bandwidth of the files */
   uint32_t placement;                   /* GEMINI_PLACEMENT_*, below GMI_PLACEMENTS */
   uint32_t home_slots; /* chunks that fit on the host and in files together; with AUTO the states of as many pieces stay
@@ -169,6 +173,7 @@ typedef struct gmi_plan {
   uint32_t *evict_first;      /* [op_count + 1] */
   uint8_t *piece_on_device;   /* [piece_count] */
   uint8_t *piece_ahead;       /* [piece_count] 1: a host piece that is computed ahead */
+  uint8_t *piece_passes;      /* [piece_count] 1: a host piece that has two passes, unless it is done before its op */
   uint8_t *resident_at_start; /* [chunk_count] 1: on the device, or being fetched, when the iteration begins */
   uint8_t *stays;             /* [chunk_count] 1: never leaves the device under this plan */
   /* [accesses] the op with the chunk's next access (by the op or a device piece after it); + op_count if that is in
@@ -188,7 +193,6 @@ typedef struct gmi_plan {
    * all stages, and outside_ns */
   uint64_t compute_ns, fetch_busy_ns, evict_busy_ns, update_busy_ns, file_busy_ns, gather_busy_ns, sum_busy_ns;
   uint64_t file_chunks;        /* chunks read from files per iteration; as many are written */
-  uint64_t stall_ns;           /* predicted_ns - compute_ns */
   uint64_t worst_stall_ns;     /* stall in worst_op */
   gmi_plan_traffic_t *traffic; /* [groups.group_count] */
 } gmi_plan_t;

@@ -228,14 +228,15 @@ gemini_status_t gmi_schedule_make(const gmi_model_t *model, const gmi_hits_t *hi
   plan->evict_first = calloc((size_t)input->op_count + 1, sizeof(uint32_t));
   plan->piece_on_device = malloc((size_t)input->piece_count + 1);
   plan->piece_ahead = calloc((size_t)input->piece_count + 1, 1); /* plan.c chooses */
+  plan->piece_passes = calloc((size_t)input->piece_count + 1, 1);
   plan->resident_at_start = malloc((size_t)input->chunk_count + 1);
   plan->stays = malloc((size_t)input->chunk_count + 1);
   uint32_t *room = malloc((size_t)model->stage_count * sizeof *room);
   int32_t *issue = malloc(fetches * sizeof *issue + 1);
   uint8_t *dirty = calloc((size_t)input->chunk_count + 1, 1);
   if (plan->fetches == NULL || plan->fetch_first == NULL || plan->evicts == NULL || plan->evict_first == NULL ||
-      plan->piece_on_device == NULL || plan->piece_ahead == NULL || plan->resident_at_start == NULL ||
-      plan->stays == NULL || room == NULL || issue == NULL || dirty == NULL)
+      plan->piece_on_device == NULL || plan->piece_ahead == NULL || plan->piece_passes == NULL ||
+      plan->resident_at_start == NULL || plan->stays == NULL || room == NULL || issue == NULL || dirty == NULL)
     goto end;
   memcpy(plan->piece_on_device, model->on_device, input->piece_count);
   for (uint32_t p = 0; p < input->piece_count; p++) plan->device_piece_count += model->on_device[p] != 0;

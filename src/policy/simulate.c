@@ -15,6 +15,8 @@
  *   current host_delay_ns after its work, because each worker finishes other work first. A piece is done before it is
  *   submitted again in the next iteration. A piece that is computed ahead is submitted when its ahead_op has ended.
  *   Until its own op has, the workers take it behind all others; of several, the one submitted first.
+ * - A host piece in two passes is done with its shared chunks after the first one. The second one comes behind all
+ *   pieces whose next use is known, and before those that are computed ahead; of several, the one that was begun last.
  * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
  *   files before the update and written after it, a few pieces at a time. They run after the other host
  *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
@@ -39,7 +41,8 @@
 #define MAX_ITERATIONS 6
 #define NONE UINT32_MAX
 #define NOT_SUBMITTED UINT64_MAX
-#define AHEAD (UINT64_C(1) << 63) /* key of pieces that are computed ahead: behind all others */
+#define AHEAD (UINT64_C(1) << 63)  /* key of pieces that are computed ahead: behind all others */
+#define STATES (UINT64_C(1) << 62) /* key of second passes */
 
 /* Free frames in the order in which they were given back, oldest first, grouped by the time at which they become
  * ready. Invariant: free_frames of machine_t is the sum of the counts. */
@@ -106,12 +109,14 @@ typedef struct machine {
   uint32_t *blocked;  /* [piece_count] of a submitted piece: the earlier pieces it waits for, counted once per chunk */
   /* [chunk_count] the last submitted piece that uses the chunk and is not done, as an index into piece_chunks; NONE */
   uint32_t *last_taker;
-  uint32_t *next_taker; /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
-  uint64_t ahead_count; /* pieces submitted to be computed ahead so far */
-  uint64_t owed_ns;     /* work of submitted pieces that are not done */
-  uint64_t ops_before;  /* ops of all iterations before this one */
-  uint64_t *updated_ns; /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
-  uint32_t *fresh;      /* [op_count] chunks that get a frame without a fetch, because the op overwrites them */
+  uint32_t *next_taker;  /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
+  uint64_t ahead_count;  /* pieces submitted to be computed ahead so far */
+  uint8_t *had_first;    /* [piece_count] 1: its second pass is left */
+  uint64_t states_count; /* first passes so far */
+  uint64_t owed_ns;      /* work of submitted pieces that are not done */
+  uint64_t ops_before;   /* ops of all iterations before this one */
+  uint64_t *updated_ns;  /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
+  uint32_t *fresh;       /* [op_count] chunks that get a frame without a fetch, because the op overwrites them */
   /* [piece_count] state chunks that are read from and written to files for this piece; 0: the piece is not streamed */
   uint32_t *streamed;
   struct {
@@ -198,6 +203,11 @@ static uint32_t pop(heap_t *heap) {
   return piece;
 }
 
+/* What is computed ahead is not wanted soon, before it is taken over. */
+static bool in_two_passes(const machine_t *m, uint32_t piece) {
+  return m->plan->piece_passes[piece] && m->next_use[piece] < STATES;
+}
+
 /* Runs the piece that the workers take next if it starts before before_ns. Returns false if there is no such piece.
  * The piece is chosen among all pieces that are ready at its start, hence the move from coming to ready. */
 static bool run_piece(machine_t *m, uint64_t before_ns) {
@@ -209,12 +219,24 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
     uint32_t piece = pop(&m->coming);
     push(&m->ready, m->next_use[piece], piece);
   }
-  uint32_t piece = pop(&m->ready);
-  m->idle.update_ns = start_ns + input->pieces[piece].host_ns;
-  m->owed_ns -= input->pieces[piece].host_ns;
-  m->ready_ns[piece] = NOT_SUBMITTED;
+  uint32_t piece = pop(&m->ready), from = input->pieces[piece].chunk_first, to = gmi_plan_piece_end(input, piece);
+  uint64_t work_ns = input->pieces[piece].host_ns;
+  if (m->had_first[piece]) {
+    work_ns = input->pieces[piece].state_ns;
+    from += input->pieces[piece].shared_count;
+    m->had_first[piece] = 0;
+  } else if (in_two_passes(m, piece)) {
+    work_ns = input->pieces[piece].result_ns;
+    m->owed_ns += work_ns + input->pieces[piece].state_ns - input->pieces[piece].host_ns;
+    to = from + input->pieces[piece].shared_count;
+    m->had_first[piece] = 1;
+    push(&m->ready, AHEAD - 2 - m->states_count++, piece);
+  }
+  m->idle.update_ns = start_ns + work_ns;
+  m->owed_ns -= work_ns;
+  if (!m->had_first[piece]) m->ready_ns[piece] = NOT_SUBMITTED;
   uint64_t done_ns = m->idle.update_ns + input->host_delay_ns;
-  for (uint32_t i = input->pieces[piece].chunk_first; i < gmi_plan_piece_end(input, piece); i++) {
+  for (uint32_t i = from; i < to; i++) {
     uint32_t chunk = input->piece_chunks[i], next = m->next_taker[i];
     m->host_ready_ns[chunk] = later(m->host_ready_ns[chunk], done_ns);
     m->groups.updated_ns[chunk] = done_ns;
@@ -279,7 +301,10 @@ static void submit_pieces(machine_t *m, uint32_t op) {
   }
   const uint32_t count = changed ? m->ready.count : 0;
   if (changed) m->ready.count = 0; /* in place: no item is overwritten before it is read */
-  for (uint32_t i = 0; i < count; i++) push(&m->ready, m->next_use[m->ready.items[i].piece], m->ready.items[i].piece);
+  for (uint32_t i = 0; i < count; i++) {
+    const waiting_t item = m->ready.items[i];
+    push(&m->ready, m->had_first[item.piece] ? item.key : m->next_use[item.piece], item.piece);
+  }
 }
 
 /* Issues the fetches of the current op that belong to piece: each takes a frame. They are evaluated later, by
@@ -636,28 +661,9 @@ static void find_fresh(machine_t *m, uint8_t *resident) {
   }
 }
 
-/* Returns whether the plan's sizes and indices match the input, so that a plan of another input is refused instead
- * of read out of bounds. */
-static bool moves_fit(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
-  if (plan->op_count != input->op_count || plan->chunk_count != input->chunk_count ||
-      plan->piece_count != input->piece_count)
-    return false;
-  for (uint32_t f = 0; f < plan->fetch_first[plan->op_count]; f++) {
-    const gmi_plan_move_t *move = &plan->fetches[f];
-    if (move->chunk >= plan->chunk_count || move->use_op >= plan->op_count ||
-        (move->use_piece >= plan->piece_count && move->use_piece != GMI_NO_PIECE))
-      return false;
-  }
-  for (uint32_t e = 0; e < plan->evict_first[plan->op_count]; e++)
-    if (plan->evicts[e].chunk >= plan->chunk_count) return false;
-  for (uint32_t p = 0; p < plan->piece_count; p++)
-    if (plan->piece_ahead[p] && (plan->piece_on_device[p] || input->pieces[p].ahead_slots == 0)) return false;
-  return true;
-}
-
 gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out) {
   const gmi_plan_input_t *input = facts->input;
-  if (!moves_fit(input, plan)) return GEMINI_ERR_INVALID;
+  if (!gmi_plan_fits(input, plan)) return GEMINI_ERR_INVALID;
   uint64_t evicts = plan->evict_first[plan->op_count], fetches = plan->fetch_first[plan->op_count];
   size_t piece_chunks = input->piece_count > 0 ? gmi_plan_piece_end(input, input->piece_count - 1) : 0;
   machine_t m = { .facts = facts, .plan = plan };
@@ -671,6 +677,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   m.ready_ns = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready_ns);
   m.next_use = malloc(((size_t)input->piece_count + 1) * sizeof *m.next_use);
   m.blocked = calloc((size_t)input->piece_count + 1, sizeof *m.blocked);
+  m.had_first = calloc((size_t)input->piece_count + 1, sizeof *m.had_first);
   m.last_taker = malloc(((size_t)input->chunk_count + 1) * sizeof *m.last_taker);
   m.next_taker = malloc((piece_chunks + 1) * sizeof *m.next_taker);
   if (input->pieces_apart) m.updated_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.updated_ns);
@@ -693,11 +700,11 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   uint8_t *resident = malloc((size_t)input->chunk_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
   if (m.runs.ring == NULL || m.host_ready_ns == NULL || m.fetching.start_ns == NULL || m.coming.items == NULL ||
-      m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.last_taker == NULL ||
-      m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) || m.fresh == NULL || m.streamed == NULL ||
-      m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL || m.groups.start_ns == NULL ||
-      m.groups.behind == NULL || m.groups.here == NULL || m.groups.host_ns == NULL || m.groups.taken == NULL ||
-      m.groups.updated_ns == NULL || m.groups.came_ns == NULL || m.groups.op_end_ns == NULL ||
+      m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.had_first == NULL ||
+      m.last_taker == NULL || m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) ||
+      m.fresh == NULL || m.streamed == NULL || m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL ||
+      m.groups.start_ns == NULL || m.groups.behind == NULL || m.groups.here == NULL || m.groups.host_ns == NULL ||
+      m.groups.taken == NULL || m.groups.updated_ns == NULL || m.groups.came_ns == NULL || m.groups.op_end_ns == NULL ||
       m.groups.sum_ready_ns == NULL || m.groups.gather_ns == NULL || m.groups.sum_ns == NULL || plan->traffic == NULL)
     goto end;
 
@@ -738,6 +745,7 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
     if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
+    else if (plan->piece_passes[p]) plan->update_busy_ns += input->pieces[p].result_ns + input->pieces[p].state_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
   plan->file_chunks = m.file_chunks;
@@ -750,7 +758,6 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   plan->predicted_ns = later(later(length_ns, plan->update_busy_ns), later(plan->fetch_busy_ns, plan->evict_busy_ns));
   plan->predicted_ns = later(plan->predicted_ns, later(plan->file_busy_ns, apart_ns));
   plan->predicted_ns = later(plan->predicted_ns, later(plan->gather_busy_ns, plan->sum_busy_ns));
-  plan->stall_ns = plan->predicted_ns - plan->compute_ns;
   plan->worst_op = m.worst_op;
   plan->worst_stall_ns = m.worst_stall_ns;
   if (iterations_out != NULL) *iterations_out = iteration;
@@ -764,6 +771,7 @@ end:
   free(m.ready_ns);
   free(m.next_use);
   free(m.blocked);
+  free(m.had_first);
   free(m.last_taker);
   free(m.next_taker);
   free(m.updated_ns);

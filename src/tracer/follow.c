@@ -125,8 +125,12 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
   m->stats.plans++;
   gmi_tracer_publish_plan(m, v);
   uint64_t slots = 0;
-  for (uint32_t p = 0; p < v->bundle.plan.piece_count; p++)
-    slots += v->bundle.plan.piece_ahead[p] ? v->bundle.input.pieces[p].ahead_slots : 0;
+  for (uint32_t p = 0; p < v->bundle.plan.piece_count; p++) {
+    const gmi_plan_piece_t *piece = &v->bundle.input.pieces[p];
+    slots += v->bundle.plan.piece_ahead[p]    ? piece->ahead_slots
+             : v->bundle.plan.piece_passes[p] ? piece->pass_slots
+                                              : 0;
+  }
   gmi_host_spare_expect(m, slots);
 }
 
@@ -394,6 +398,10 @@ uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) 
   variant_t *v = planned_piece(m, index, &piece);
   return v && v->bundle.plan.piece_use[piece] != UINT32_MAX ? position(m, v, v->bundle.plan.piece_use[piece])
                                                             : UINT64_MAX;
+}
+bool gmi_tracer_two_passes(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  const variant_t *v = planned_piece(m, index, &piece);
+  return v && v->bundle.plan.piece_passes[piece];
 }
 
 /* After op: stores the next use of each chunk that it accessed, for the choice of victims (0, i.e. outdated, if the

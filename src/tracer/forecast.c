@@ -123,7 +123,7 @@ static gemini_status_t of_plan(gmi_manager_t *m, const gmi_trace_t *trace, const
   f->device_pieces = plan->device_piece_count;
   f->host_pieces = plan->piece_count - plan->device_piece_count;
   f->step_ns = plan->predicted_ns;
-  f->stall_ns = plan->stall_ns;
+  f->stall_ns = plan->predicted_ns - plan->compute_ns;
   f->compute_ns = plan->compute_ns;
   f->fetch_ns = plan->fetch_busy_ns;
   f->evict_ns = plan->evict_busy_ns;

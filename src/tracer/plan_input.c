@@ -188,7 +188,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     for (uint64_t at = update->first_element; at < end; pieces++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       uint64_t begin = chunks;
-      uint32_t shared = 0, written = 0;
+      uint32_t shared = 0, written = 0, read = 0;
       for (int pass = 0; pass < 2; pass++) {
         for (uint32_t k = 0; k < update->arena_count; k++) {
           gmi_arena_t *a = gmi_arena_at(m, update->arenas[k]);
@@ -197,6 +197,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
           if (!chunk_range(b, a->store, at * a->element_bytes, (stop - at) * a->element_bytes, &first, &last))
             return false;
           written += update->modes[k] & GEMINI_WRITE ? last - first + 1 : 0;
+          read += update->modes[k] == GEMINI_READ ? last - first + 1 : 0;
           for (uint32_t c = first; c <= last; c++) {
             if (fill) add_chunk(b->piece_chunks, &chunks, begin, b->base[a->store] + c);
             else chunks++;
@@ -206,8 +207,9 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
       }
       if (fill) {
         uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
-        b->pieces[pieces] =
-            (gmi_plan_piece_t){ .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared };
+        b->pieces[pieces] = (gmi_plan_piece_t){
+          .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared, .pass_slots = read
+        };
         const gmi_trace_t *trace = b->trace;
         if (trace->ahead && trace->ahead_count == b->piece_count && trace->ahead_ops[pieces] <= after) {
           b->pieces[pieces].ahead_op = trace->ahead_ops[pieces];
@@ -279,7 +281,7 @@ static uint32_t piece_length(const builder_t *b) {
 }
 
 void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
-  const double host = gmi_workers_ns_per_element(m);
+  const double host = gmi_workers_ns_per_element(m, GEMINI_PASS_BOTH);
   const struct {
     const gmi_link_t *link;
     uint64_t *rate;
@@ -290,6 +292,10 @@ void gmi_trace_measure(gmi_manager_t *m, gmi_trace_t *trace) {
   for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
     if (rates[i].link->chunk_ns.samples) *rates[i].rate = gmi_link_rate(m, rates[i].link);
   if (host > 0) trace->host_update_ps = (uint64_t)(host * 1e3) + 1;
+  for (uint32_t i = 0; i < 2; i++) {
+    const double pass = gmi_workers_ns_per_element(m, i ? GEMINI_PASS_STATES : GEMINI_PASS_RESULTS);
+    if (pass > 0) trace->pass_ps[i] = (uint64_t)(pass * 1e3) + 1;
+  }
   if (m->rate.device_update.samples) trace->device_update_ps = (uint64_t)(m->rate.device_update.mean * 1e3) + 1;
 }
 
@@ -305,6 +311,20 @@ static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *updat
   for (uint32_t i = 0; i < update->arena_count; i++)
     bytes += gmi_arena_at(m, update->arenas[i])->element_bytes * (update->modes[i] == GEMINI_READ_WRITE ? 2 : 1);
   return rate ? (double)bytes * 1e9 / (double)rate : 0;
+}
+
+/* Of the time of a whole update, until measured: AdamW with 15 threads on 8 cores (bench_update). */
+static const double pass_shares[2] = { 0.75, 0.87 };
+
+/* Can the update's pieces have two passes? As in chunk/passes.c. */
+static bool has_passes(gmi_manager_t *m, const gmi_trace_update_t *update) {
+  bool results = false, states = false;
+  for (uint32_t i = 0; i < update->arena_count; i++) {
+    results |= update->modes[i] == GEMINI_WRITE;
+    states |= update->modes[i] == GEMINI_READ_WRITE;
+  }
+  return update->passes && results && states && !m->file.store &&
+         gmi_arena_at(m, update->arenas[0])->shard.whole == GMI_NONE;
 }
 
 void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_bundle_t *bundle) {
@@ -327,6 +347,8 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
   in->file_write_ns = copy_ns(in->file_bytes, trace->file_bytes_per_s[1], file);
   /* until measured: 28 bytes at 10 GB/s, in ns */
   double host = trace->host_update_ps ? (double)trace->host_update_ps * 1e-3 : 2.8;
+  double pass_ns[2];
+  for (int i = 0; i < 2; i++) pass_ns[i] = trace->pass_ps[i] ? (double)trace->pass_ps[i] * 1e-3 : host * pass_shares[i];
   in->host_delay_ns = 0;
   for (uint32_t u = 0, p = 0; u < trace->update_count; u++) {
     uint64_t unit = gmi_piece_elements(m, trace->updates[u].arenas, trace->updates[u].arena_count, in->chunk_bytes);
@@ -343,6 +365,10 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
       if (m->config.update_threads > 1 && in->host_delay_ns < 3 * slice_ns) in->host_delay_ns = 3 * slice_ns;
       piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
       piece->device_ns = (uint64_t)((double)(stop - at) * device);
+      if (has_passes(m, &trace->updates[u])) {
+        piece->result_ns = (uint64_t)((double)(stop - at) * pass_ns[0] / m->config.update_threads);
+        piece->state_ns = (uint64_t)((double)(stop - at) * pass_ns[1] / m->config.update_threads);
+      }
       at = stop;
     }
   }
@@ -389,6 +415,12 @@ static gemini_status_t make_plan(builder_t *b, gmi_plan_bundle_t *bundle, gmi_pl
   return status;
 }
 
+/* Of the host, for new values beside old ones. In a forecast no chunk has a slot yet. */
+static uint32_t spare_slots(gmi_manager_t *m, uint64_t chunks) {
+  if (!m->trace.plans_only) return gmi_host_spare(m);
+  return m->host.slot_count > chunks ? (uint32_t)(m->host.slot_count - chunks) : 0;
+}
+
 gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace, uint32_t shift,
                                      gmi_plan_bundle_t *out) {
   builder_t b = { .m = m, .trace = trace, .shift = shift, .sizes = gmi_sizes_of(m, UINT64_C(1) << shift) };
@@ -426,7 +458,7 @@ gemini_status_t gmi_plan_bundle_make(gmi_manager_t *m, const gmi_trace_t *trace,
                                      .host_slots = has_files || short_home ? m->host.slot_count : 0,
                                      .home_slots = short_home ? home_slots_to_fill(m) : 0,
                                      .host_pieces_ahead = gmi_updates_ahead(m, piece_length(&b)),
-                                     .spare_slots = trace->ahead && cut_so ? gmi_host_spare(m) : 0,
+                                     .spare_slots = cut_so ? spare_slots(m, chunks) : 0,
                                      .ops = b.ops,
                                      .accesses = b.accesses,
                                      .pieces = b.pieces,

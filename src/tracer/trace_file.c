@@ -79,6 +79,8 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
           m->config.device_bytes - m->config.device_margin_bytes);
   fprintf(file, "rates %" PRIu64 " %" PRIu64 " %" PRIu64 " %" PRIu64 "\n", t->link_bytes_per_s[0],
           t->link_bytes_per_s[1], t->host_update_ps, t->device_update_ps);
+  if (t->pass_ps[0] && t->pass_ps[1])
+    fprintf(file, "pass_rates %" PRIu64 " %" PRIu64 "\n", t->pass_ps[0], t->pass_ps[1]);
   fprintf(file, "files %" PRIu64 " %" PRIu64 "\n", t->file_bytes_per_s[0], t->file_bytes_per_s[1]);
   fprintf(file, "outside %" PRIu64 "\n", t->outside_ns);
   gmi_arenas_write(m, file, true);
@@ -88,6 +90,7 @@ static gemini_status_t trace_write(gmi_manager_t *m, const gmi_trace_t *t, const
       fprintf(file, "update %" PRIu64 " %" PRIu64, update->first_element, update->element_count);
       for (uint32_t k = 0; k < update->arena_count; k++) fprintf(file, " %u:%u", update->arenas[k], update->modes[k]);
       fputc('\n', file);
+      if (update->passes) fprintf(file, "in_passes\n");
     }
     if (i == t->op_count) break;
     const gmi_trace_op_t *op = &t->ops[i];
@@ -162,6 +165,15 @@ static const char *read_line(reader_t *r, const char *line) {
     r->trace->link_bytes_per_s[1] = v[1];
     r->trace->host_update_ps = v[2];
     r->trace->device_update_ps = v[3];
+    return NULL;
+  }
+  if (gmi_word_at(&at, "pass_rates")) {
+    if (!gmi_numbers_at(&at, 0, most, 2, r->trace->pass_ps)) return "malformed pass_rates";
+    return NULL;
+  }
+  if (!strcmp(line, "in_passes")) {
+    if (!r->trace->update_count) return "in_passes without an update";
+    r->trace->updates[r->trace->update_count - 1].passes = true;
     return NULL;
   }
   if (gmi_word_at(&at, "files")) {

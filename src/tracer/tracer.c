@@ -576,6 +576,7 @@ const gmi_advice_t gmi_tracer_advice = {
   .cache_pass = gmi_tracer_cache_pass,
   .piece_on_device = gmi_tracer_piece_on_device,
   .piece_use = gmi_tracer_piece_use,
+  .two_passes = gmi_tracer_two_passes,
   .stays = gmi_tracer_stays,
   .unit_ahead = gmi_tracer_unit_ahead,
   .gathers_follow = gathers_follow,

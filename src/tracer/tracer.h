@@ -87,6 +87,7 @@ typedef struct gmi_trace {
   uint64_t link_bytes_per_s[2]; /* to the device, from it; of whole chunks, including the overhead of a copy */
   uint64_t file_bytes_per_s[2]; /* read, written; both directions share the bandwidth of the files */
   uint64_t host_update_ps, device_update_ps; /* picoseconds per element; host: of one worker */
+  uint64_t pass_ps[2];                       /* of one worker: in the first pass of two, and in the second */
   uint64_t chunk_bytes; /* of a trace read from a file: the chunk size with which it was recorded */
   uint32_t headroom;    /* heap pages that a plan leaves free beyond the peaks, as these have grown */
   /* time of an iteration, from begin to begin, outside its ops and their stages: the caller's own work, norms, reads of
@@ -134,6 +135,7 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);
+bool gmi_tracer_two_passes(gmi_manager_t *m, uint32_t index, uint32_t piece);
 /* Called before and after a piece is queued on the device; carry out the plan's moves that belong to it. */
 void gmi_tracer_piece_begin(gmi_manager_t *m, uint32_t index, uint32_t piece);
 void gmi_tracer_piece_end(gmi_manager_t *m, uint32_t index, uint32_t piece);

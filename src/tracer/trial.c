@@ -37,6 +37,7 @@ static bool same_plan(const gmi_plan_t *a, const gmi_plan_t *b) {
          !memcmp(a->resident_at_start, b->resident_at_start, a->chunk_count) &&
          !memcmp(a->piece_on_device, b->piece_on_device, a->piece_count) &&
          !memcmp(a->piece_ahead, b->piece_ahead, a->piece_count) &&
+         !memcmp(a->piece_passes, b->piece_passes, a->piece_count) &&
          same_moves(a->fetches, b->fetches, a->fetch_first, b->fetch_first, a->op_count) &&
          same_moves(a->evicts, b->evicts, a->evict_first, b->evict_first, a->op_count);
 }

@@ -346,7 +346,7 @@ static int spans;
 static void on_span(void *user, const gemini_update_span_t *span) {
   const size_t size = sizeof *span - 8 * AHEAD;
   CHECK(span->struct_size >= size);
-  CHECK(span->arena_count == 2 && span->element_count && span->ptr[0] && !span->reserved);
+  CHECK(span->arena_count == 2 && span->element_count && span->ptr[0] && !(&span->arena_count)[1]);
   spans += *(int *)user;
 }
 static gemini_status_t no_native(gemini_manager_t m, gemini_stream_t s, void **native_out) {

@@ -2418,7 +2418,7 @@ static void test_updates_out_of_range_are_refused(void) {
   bed_open();
   int spans = 0;
   const uint64_t elements = world_arena_info(&bed.w, bed.params).size_bytes / 2;
-  REFUSED_UPDATE(INVALID, "flags|0x10", u.flags = 16);
+  REFUSED_UPDATE(INVALID, "flags|0x20", u.flags = 32);
   REFUSED_UPDATE(INVALID, "GEMINI_UPDATE_PART is for sharded arenas|params", u.flags = GEMINI_UPDATE_PART);
   REFUSED_UPDATE(INVALID, "GEMINI_UPDATE_PART does not go with", u.flags = GEMINI_UPDATE_PART | GEMINI_UPDATE_COMMIT);
   REFUSED_UPDATE(INVALID, "flags|goes with no other flag", u.flags = GEMINI_UPDATE_SPECULATE | GEMINI_UPDATE_COMMIT);

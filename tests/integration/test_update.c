@@ -163,7 +163,7 @@ static void span_run_and_free(void *user) {
 static void rule_span(void *user, const gemini_update_span_t *span) {
   rule_t *r = user;
   uint64_t end = span->first_element + span->element_count, unit = CHUNK / r->smallest;
-  bool right = span->struct_size == sizeof *span && span->arena_count == r->count && !span->reserved &&
+  bool right = span->struct_size == sizeof *span && span->arena_count == r->count && !span->pass &&
                span->element_count && end <= r->w->elements &&
                span->first_element / unit == (end - 1) / unit; /* in one chunk of the smallest elements */
   if (!right) {

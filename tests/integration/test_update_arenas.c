@@ -408,8 +408,8 @@ static void test_arenas_that_do_not_fit_the_rule_are_refused(void) {
   REFUSED(GEMINI_ERR_INVALID, "grad: the arena has elements of 4 bytes, the update of 2");
   bad.struct_size = 8;
   REFUSED(GEMINI_ERR_INVALID, "arenas: struct_size is 8, want 72 to 4096");
-  bad.flags = 16;
-  REFUSED(GEMINI_ERR_INVALID, "flags has unknown bits 0x10");
+  bad.flags = 32;
+  REFUSED(GEMINI_ERR_INVALID, "flags has unknown bits 0x20");
   bad.momentum = bad.variance;
   REFUSED(GEMINI_ERR_INVALID, "arena variance is named twice");
   bad.master = (gemini_arena_t)handle_of(3);

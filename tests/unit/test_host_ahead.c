@@ -286,17 +286,23 @@ static void test_what_is_expected_comes_last(void) {
   end_of(mgr);
 }
 
-/* A plan comes into use, with two pieces that are computed ahead into so many slots together, and one that is not. */
+/* A plan comes into use, with a piece that is computed ahead and one that has two passes, which take so many slots together,
+ * and one that is neither. */
 static void expect_spare(gmi_manager_t *m, uint32_t slots) {
   static variant_t v;
-  uint8_t ahead[] = { 1, 0, 1 };
+  uint8_t ahead[] = { 1, 0, 0 }, passes[] = { 1, 0, 1 };
   uint32_t none[] = { 0 };
-  const gmi_plan_piece_t pieces[] = {
-    { .ahead_slots = slots - 1 }, { .ahead_slots = 100 }, { .ahead_slots = 1 }, { 0 }
-  };
+  const gmi_plan_piece_t pieces[] = { { .ahead_slots = slots - 1, .pass_slots = 200 },
+                                      { .ahead_slots = 100, .pass_slots = 300 },
+                                      { .pass_slots = 1 },
+                                      { 0 } };
   const gmi_plan_bundle_t bundle = {
     .input = { .piece_count = 3, .pieces = pieces },
-    .plan = { .piece_count = 3, .piece_ahead = ahead, .fetch_first = none, .evict_first = none },
+    .plan = { .piece_count = 3,
+              .piece_ahead = ahead,
+              .piece_passes = passes,
+              .fetch_first = none,
+              .evict_first = none },
     .made = true,
   };
   gmi_lock(m, "test");
@@ -318,7 +324,7 @@ static void test_what_spare_slots_will_take_is_ahead(void) {
   check_memory(m);
   gmi_lock(m, "test");
   uint32_t slots[TAKEN];
-  for (int i = 0; i < TAKEN; i++) CHECK(gmi_host_spare_take(m, &slots[i]));
+  for (int i = 0; i < TAKEN; i++) CHECK(gmi_host_spare_take(m, false, &slots[i]));
   CHECK_EQ(gmi_ahead_idle(m), 0);
   CHECK_EQ(in_use(m), 3);
   m->host.own_peak[0] = BUDGET - 4 * PART; /* bytes of chunks: of what is left, half a part has memory */

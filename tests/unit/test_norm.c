@@ -263,7 +263,7 @@ static void test_workers_sum_the_host_and_times_of_updates_are_left_alone(void) 
   uint32_t count = gmi_workers_recorded(m, spans, SPANS);
   CHECK_EQ(count, 2 * (CHUNKS - 1)); /* slices of 512 KiB, but of the chunk on the device */
   for (uint32_t i = 0; i < count; i++) CHECK(spans[i].norm && spans[i].begin_ns <= spans[i].end_ns);
-  CHECK(gmi_workers_ns_per_element(m) == 0); /* the planner counts on updates being updates */
+  CHECK(gmi_workers_ns_per_element(m, GEMINI_PASS_BOTH) == 0); /* the planner counts on updates being updates */
   CHECK_EQ(gmi_workers_pending(m), 0);
   gmi_workers_record(m, false);
   bytes_close(&b);

@@ -221,6 +221,58 @@ static void test_walk_over_random_tables_equals_a_plain_loop(void) {
   CHECK(skipped > parts / 10 && skipped < parts / 2); /* of RULES + 1 rules one, in three rounds of four */
 }
 
+/* The first pass writes parameters alone, to wherever they go, the second one the states alone, in place or elsewhere. */
+static void test_two_passes_of_a_walk_are_one(void) {
+  static model_t first, second;
+  uint64_t random = 9, sgds = 0, narrow = 0;
+  for (uint32_t round = 0; round < 80; round++) {
+    const bool in_place = round % 4 == 1, beside = round % 3 == 0;
+    table_t t = random_table(&random, CAPACITY, round / 12 % 2, in_place, false);
+    if (t.bytes[t.index[MASTER]] == 2) continue; /* such parameters are states */
+    for (uint64_t r = 0; r < t.range_count; r++)
+      if (t.ranges[r].rule == GEMINI_UPDATE_SKIP) t.ranges[r].rule = 0;
+    const gemini_update_walk_t fresh = walk_of(&t);
+    manager_start(HOST);
+    fill(&start, &t, &random);
+    expected = actual = start;
+    memset(&first, 0x5a, sizeof first);
+    second = first;
+    for (uint32_t pass = GEMINI_PASS_RESULTS; pass <= GEMINI_PASS_STATES; pass++) {
+      gemini_update_walk_t w = fresh;
+      gemini_update_span_t span = { .struct_size = sizeof span,
+                                    .tier = GEMINI_TIER_HOST,
+                                    .element_count = CAPACITY,
+                                    .arena_count = ARENAS,
+                                    .pass = pass };
+      for (uint32_t a = 0; a < ARENAS; a++) span.ptr[a] = span.out[a] = element(&actual, &t, a, 0);
+      for (uint32_t role = MASTER; role < ROLES; role++) {
+        const uint32_t a = t.index[role];
+        if (a == GEMINI_INDEX_NONE) continue;
+        if (beside) span.out[a] = element(&second, &t, a, 0);
+        if (pass == GEMINI_PASS_RESULTS) span.out[a] = NULL;
+      }
+      span.ptr[t.index[PARAM]] = span.out[t.index[PARAM]] =
+          pass == GEMINI_PASS_RESULTS ? element(&first, &t, t.index[PARAM], 0) : NULL;
+      gemini_update_walk(&w, &span);
+      CHECK_EQ(gemini_update_walk_status(&w), GEMINI_OK);
+      if (pass == GEMINI_PASS_RESULTS || beside) CHECK(!memcmp(&actual, &start, sizeof actual));
+    }
+    const model_t *states = beside ? &second : &actual;
+    plain_loop(&expected, &t, in_place, 0, CAPACITY);
+    const uint32_t p = t.index[PARAM];
+    CHECK(!memcmp(first.arenas[p], expected.arenas[in_place ? t.index[GRAD] : p], (size_t)CAPACITY * t.bytes[p]));
+    for (uint32_t role = MASTER; role < ROLES; role++) {
+      const uint32_t a = t.index[role];
+      if (a == GEMINI_INDEX_NONE || (t.sgd && role == VARIANCE)) continue;
+      CHECK(!memcmp(states->arenas[a], expected.arenas[a], (size_t)CAPACITY * t.bytes[a]));
+    }
+    CHECK(!memcmp(actual.arenas[t.index[GRAD]], start.arenas[t.index[GRAD]], sizeof start.arenas[0]));
+    sgds += t.sgd;
+    narrow += t.bytes[t.index[VARIANCE]] == 2;
+  }
+  CHECK(sgds > 10 && narrow > 5);
+}
+
 /* Spans whose new values go elsewhere: the arenas stay, and what is written is that of the walk in place. */
 static void test_walk_beside_the_old_values_is_the_same(void) {
   static model_t beside;
@@ -592,6 +644,7 @@ static void test_walk_check_refuses_by_name_what_is_wrong(void) {
 int main(void) {
   RUN(test_walk_over_random_tables_equals_a_plain_loop);
   RUN(test_walk_beside_the_old_values_is_the_same);
+  RUN(test_two_passes_of_a_walk_are_one);
   RUN(test_walk_cut_at_every_place_is_the_same);
   RUN(test_walk_queues_neighbours_with_one_rule_as_one);
   RUN(test_walk_takes_longer_rules);

@@ -91,7 +91,7 @@ static void nap_of(gmi_manager_t *m, uint64_t elements, long ms) {
 /* Naps take what they are to take, or longer: up to LATE times as long counts as that. */
 enum { LATE = 10, MS = 1000000 /* ns */ };
 static void check_rate(gmi_manager_t *m, double ns) {
-  const double is = gmi_workers_ns_per_element(m);
+  const double is = gmi_workers_ns_per_element(m, GEMINI_PASS_BOTH);
   if (is < ns || is > LATE * ns) fprintf(stderr, "%g ns, expected %g\n", is, ns);
   CHECK(is >= ns && is <= LATE * ns);
 }
@@ -99,7 +99,7 @@ static void test_the_rate_is_that_of_the_last_two_iterations(void) {
   gemini_arena_t arena;
   gemini_manager_t mgr = open_manager(1, &arena);
   gmi_manager_t *m = gmi_manager_get(mgr);
-  CHECK(gmi_workers_ns_per_element(m) == 0);
+  CHECK(gmi_workers_ns_per_element(m, GEMINI_PASS_BOTH) == 0);
   gmi_workers_iteration(m);
   nap_of(m, 10, 50);
   check_rate(m, 5 * MS);

@@ -60,7 +60,7 @@ OFFSET_NEXT = 2**64 - 1
 PHASE_NONE, PHASE_FORWARD, PHASE_BACKWARD, PHASE_UPDATE = range(4)
 READ, WRITE, READ_WRITE = 1, 2, 3
 DTYPE_F32, DTYPE_BF16, DTYPE_F16, DTYPE_F64 = range(4)
-UPDATE_LATE, UPDATE_SPECULATE, UPDATE_COMMIT, UPDATE_PART = 1, 2, 4, 8
+UPDATE_LATE, UPDATE_SPECULATE, UPDATE_COMMIT, UPDATE_PART, UPDATE_PASSES = 1, 2, 4, 8, 16
 TRANSPORT_SHARED = 0
 TRANSPORT_NCCL = 1
 GROUP_RANK_ORDER = 1
@@ -251,7 +251,7 @@ class UpdateSpan(ctypes.Structure):
         ("element_count", c_uint64),
         ("stream", c_uint64),
         ("arena_count", c_uint32),
-        ("reserved", c_uint32),
+        ("pass_", c_uint32),
         ("ptr", c_void_p * 8),
         ("out", c_void_p * 8),
     ]

@@ -164,6 +164,7 @@ class AdamwRule:
         )
 
     def step(self, groups):
+        self.forget_done()
         self.check_options(groups)
         group_of = groups_of(groups)
         if self.session.ranks:
@@ -379,7 +380,7 @@ class AdamwRule:
             parts[0] = arena, abi.READ_WRITE
             walk.param_index, walk.master_index, walk.momentum_index, walk.variance_index = abi.INDEX_NONE, 0, 2, 3
         update = abi.Update(
-            flags=flags,
+            flags=flags | abi.UPDATE_PASSES,
             arena_count=len(parts),
             first_element=start,
             element_count=count,
@@ -393,29 +394,29 @@ class AdamwRule:
         self.kernels.walk_check(update)
         session.lib.update(session.handle, update)
 
-    def forget_done(self):
-        """Frees what finished updates have borrowed, and raises their errors."""
+    def forget_done(self, waits=False):
+        """Frees what finished updates have borrowed, and raises their errors. waits: all of them are to be finished."""
         if not self.walks:
             return
+        if waits:
+            self.session.lib.update_wait(self.session.handle)
         for walk, _ in self.walks:
             self.kernels.walk_status(walk)
-        self.unsure += 1
-        if self.unsure > MOST_UNSURE:
-            self.session.lib.update_wait(self.session.handle)
-        else:
-            stats = abi.Stats()
-            self.session.lib.stats(self.session.handle, stats)
-            if stats.pending_updates:
-                return
-        self.walks.clear()
-        self.unsure = 0
+        stats = abi.Stats()
+        self.session.lib.stats(self.session.handle, stats)
+        if waits or not stats.pending_updates:
+            self.walks.clear()
+            self.unsure = 0
+
+    def backward_begins(self):
+        """As forget_done(), but what is borrowed does not grow without bounds."""
+        self.unsure += bool(self.walks)
+        self.forget_done(self.unsure > MOST_UNSURE)
 
     def finish(self):
         """Waits until no update reads options that it has borrowed from the rule, and raises errors of updates. The
         rule may be freed then."""
-        if self.walks:
-            self.session.lib.update_wait(self.session.handle)
-            self.forget_done()
+        self.forget_done(waits=True)
 
     def states(self, record):
         out = {name: narrow.seen(record, kind) for name, kind in self.NAMES.items() if kind in record.states}

@@ -89,7 +89,7 @@ class Backward:
         internals.after_backward(functools.partial(self.end, self.kept))
         self.session.brackets.set_phase(abi.PHASE_BACKWARD)
         for rule in self.session.rules:
-            rule.forget_done()
+            rule.backward_begins()
         if self.session.ranks:
             try:
                 self.session.ranks.backward_begins()

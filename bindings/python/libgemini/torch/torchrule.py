@@ -70,7 +70,7 @@ class TorchRule:
         # By (id of a parameter, name of a state): the place of the state that was adopted last.
         self.homes = {}
 
-    def forget_done(self):
+    def backward_begins(self):
         """Nothing to do: a step ends before it returns."""
 
     def finish(self):

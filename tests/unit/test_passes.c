@@ -1,0 +1,294 @@
+/* Updates of the host in two passes, which the advice of the tracer is made to ask for: parameters first, states later, to
+ * the bit what one pass leaves. SPDX-License-Identifier: Apache-2.0 */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "../integration/world.h"
+#include "core/manager.h"
+#include "core/observer.h"
+#include "core/workers.h"
+
+#define OK(call) CHECK_OK(call)
+enum { HOST = GEMINI_TIER_HOST, DEVICE = GEMINI_TIER_DEVICE };
+enum { LATE = GEMINI_UPDATE_LATE, PASSES = GEMINI_UPDATE_PASSES };
+enum { BOTH = GEMINI_PASS_BOTH, RESULTS = GEMINI_PASS_RESULTS, STATES = GEMINI_PASS_STATES };
+enum { UNIT = WORLD_CHUNK / 4, TENSORS = 4, LAST = 5000, WORKERS = 2 * TENSORS + 1, ELEMENTS = 3 * UNIT + LAST };
+/* The last tensor is short. A worker is left when second passes of all units, of two slices each, wait for the
+ * gate. */
+
+/* ---- the model: sums += gradient, parameter = the low half of the sum */
+typedef struct {
+  world_t w;
+  gemini_arena_t params, grads, sums;
+  gemini_tensor_t param[TENSORS], grad[TENSORS], sum[TENSORS];
+  uint32_t grad_is[ELEMENTS];
+  uint64_t sum_is[ELEMENTS];
+} model_t;
+static model_t model;
+
+static gmi_advice_t advice;
+static bool asks;
+static bool two_passes(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  (void)m, (void)index, (void)piece;
+  return asks;
+}
+
+static uint64_t piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) {
+  (void)m, (void)index;
+  return piece;
+}
+
+static uint64_t length_of(int tensor) { return tensor == TENSORS - 1 ? LAST : UNIT; }
+
+static void put(gemini_tensor_t tensor, int number, uint32_t width, uint32_t tier, const void *from) {
+  gemini_access_t a = world_whole(tensor, GEMINI_WRITE, tier);
+  OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  memcpy(a.ptr, (const char *)from + (uint64_t)number * UNIT * width, length_of(number) * width);
+  OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+}
+static void gradients_put(uint32_t seed, uint32_t tier) {
+  for (uint32_t e = 0; e < ELEMENTS; e++) model.grad_is[e] = seed * 2654435761u + e * e;
+  for (int i = 0; i < TENSORS; i++) put(model.grad[i], i, 4, tier, model.grad_is);
+}
+
+static void model_open(bool reuse, uint32_t threads, uint64_t host_chunks) {
+  gemini_config_t c = world_config(16, host_chunks, 0);
+  c.update_threads = threads;
+  model.w = world_open(c);
+  gmi_manager_t *m = gmi_manager_get(model.w.mgr);
+  advice = *m->trace.advice;
+  advice.two_passes = two_passes;
+  advice.piece_use = piece_use;
+  m->trace.advice = &advice;
+  asks = true;
+  model.params = world_arena(&model.w, GEMINI_KIND_PARAM, 4, NULL, NULL, NULL);
+  model.grads =
+      world_arena(&model.w, GEMINI_KIND_GRAD, 4, NULL, reuse ? NULL : model.params, reuse ? model.params : NULL);
+  model.sums = world_arena(&model.w, GEMINI_KIND_MASTER, 8, NULL, model.params, NULL);
+  for (int i = 0; i < TENSORS; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "p.%d", i);
+    model.param[i] = world_tensor(&model.w, model.params, name, length_of(i) * 4);
+    OK(gemini_tensor_counterpart(model.w.mgr, model.param[i], model.grads, &model.grad[i]));
+    OK(gemini_tensor_counterpart(model.w.mgr, model.param[i], model.sums, &model.sum[i]));
+  }
+  for (uint64_t e = 0; e < ELEMENTS; e++) model.sum_is[e] = e << 30 | 7;
+  for (int i = 0; i < TENSORS; i++) put(model.sum[i], i, 8, HOST, model.sum_is);
+}
+
+/* ---- the function of the updates */
+static _Atomic bool gate, fails; /* second passes wait until the gate is open; fails: in the second pass */
+static _Atomic uint64_t elements_of[STATES + 1];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint8_t first_done[ELEMENTS]; /* passes of results behind which there was none of states */
+
+static gemini_status_t sum_up(void *user, const gemini_update_span_t *s) {
+  const uint32_t *grad = s->ptr[0];
+  const uint64_t *sum = s->ptr[1];
+  uint64_t *sum_out = s->out[1];
+  uint32_t *param_out = s->out[2];
+  CHECK(!user && s->tier == HOST && s->pass <= STATES);
+  CHECK(s->out[0] == s->ptr[0] && (s->pass == RESULTS) == !sum_out && (s->pass == STATES) == !param_out);
+  CHECK(s->ptr[2] == s->out[2]);
+  while (s->pass == STATES && !atomic_load(&gate)) usleep(100);
+  atomic_fetch_add(&elements_of[s->pass], s->element_count);
+  pthread_mutex_lock(&lock);
+  for (uint64_t e = 0; e < s->element_count; e++) {
+    if (s->pass == RESULTS) CHECK_EQ(first_done[s->first_element + e]++, 0);
+    if (s->pass == STATES) CHECK_EQ(first_done[s->first_element + e]--, 1);
+  }
+  pthread_mutex_unlock(&lock);
+  if (s->pass == STATES && atomic_load(&fails)) return GEMINI_ERR_NOT_FOUND;
+  for (uint64_t e = 0; e < s->element_count; e++) {
+    const uint64_t value = sum[e] + grad[e];
+    if (param_out) param_out[e] = (uint32_t)value;
+    if (sum_out) sum_out[e] = value;
+  }
+  return GEMINI_OK;
+}
+static void update(uint32_t flags) {
+  const gemini_arena_t arenas[] = { model.grads, model.sums, model.params };
+  const uint32_t modes[] = { GEMINI_READ, GEMINI_READ_WRITE, GEMINI_WRITE };
+  gemini_update_t u = GEMINI_UPDATE_INIT;
+  u.flags = flags;
+  u.arenas = arenas;
+  u.modes = modes;
+  u.arena_count = 3;
+  u.stream = model.w.stream;
+  u.try_fn = sum_up;
+  OK(gemini_update(model.w.mgr, &u));
+  if (!(flags & GEMINI_UPDATE_SPECULATE))
+    for (uint64_t e = 0; e < ELEMENTS; e++) model.sum_is[e] += model.grad_is[e];
+}
+static void counts_begin(bool open) {
+  for (int i = 0; i <= STATES; i++) atomic_store(&elements_of[i], 0);
+  atomic_store(&gate, open);
+}
+static void counted(uint64_t both, uint64_t results, uint64_t states) {
+  CHECK_EQ(atomic_load(&elements_of[BOTH]), both);
+  CHECK_EQ(atomic_load(&elements_of[RESULTS]), results);
+  CHECK_EQ(atomic_load(&elements_of[STATES]), states);
+}
+static void params_right(uint32_t tier) {
+  for (int i = 0; i < TENSORS; i++) {
+    gemini_access_t a = world_whole(model.param[i], GEMINI_READ, tier);
+    OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    for (uint64_t e = 0; e < length_of(i); e++)
+      CHECK_EQ(((const uint32_t *)a.ptr)[e], (uint32_t)model.sum_is[(uint64_t)i * UNIT + e]);
+    OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+}
+static void sums_right(void) {
+  for (int i = 0; i < TENSORS; i++) {
+    gemini_access_t a = world_whole(model.sum[i], GEMINI_READ, HOST);
+    OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+    CHECK(!memcmp(a.ptr, model.sum_is + (uint64_t)i * UNIT, length_of(i) * 8));
+    OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  }
+}
+
+/* ---- tests */
+static void test_parameters_are_there_before_states_are(void) {
+  for (int reuse = 0; reuse < 2; reuse++) {
+    for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+      model_open(reuse, WORKERS, 64);
+      gradients_put(3, tier);
+      counts_begin(false);
+      update(LATE | PASSES);
+      params_right(tier);
+      CHECK(atomic_load(&elements_of[RESULTS]) == ELEMENTS && !atomic_load(&elements_of[STATES]));
+      CHECK(world_stats(&model.w).pending_updates > 0);
+      atomic_store(&gate, true);
+      OK(gemini_update_wait(model.w.mgr));
+      counted(0, ELEMENTS, ELEMENTS);
+      sums_right();
+      params_right(HOST);
+      world_close(&model.w);
+    }
+  }
+}
+
+static void test_one_pass_where_two_are_not_said_or_not_asked_for(void) {
+  for (int how = 0; how < 3; how++) {
+    model_open(true, WORKERS, how == 2 ? 12 : 64); /* 11 chunks, and room for one more */
+    gradients_put(3, HOST);
+    counts_begin(false);
+    asks = how != 1;
+    update(how == 0 ? LATE : LATE | PASSES);
+    atomic_store(&gate, true);
+    OK(gemini_update_wait(model.w.mgr));
+    const uint64_t two = how == 2 ? UNIT : 0;
+    counted(ELEMENTS - two, two, two);
+    sums_right();
+    params_right(DEVICE);
+    world_close(&model.w);
+  }
+}
+
+/* The second passes read what the gradients were, whatever becomes of these meanwhile, and whoever is to write the states
+ * next waits for them. */
+static void *open_soon(void *user) {
+  usleep(20000);
+  atomic_store(&gate, true);
+  return user;
+}
+static void test_gradients_and_states_are_written_again_meanwhile(void) {
+  for (int reuse = 0; reuse < 2; reuse++) {
+    for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
+      model_open(reuse, WORKERS, 64);
+      gradients_put(3, tier);
+      counts_begin(false);
+      update(LATE | PASSES);
+      if (!reuse) {
+        const gemini_access_t all = world_whole(model.grads, 0, 0);
+        OK(gemini_zero(model.w.mgr, &all)); /* does not wait for the gate */
+        CHECK_EQ(atomic_load(&elements_of[STATES]), 0);
+      }
+      params_right(DEVICE);
+      if (reuse || tier == DEVICE) gradients_put(4, tier); /* likewise: they come to other memory */
+      CHECK_EQ(atomic_load(&elements_of[STATES]), 0);
+      pthread_t thread;
+      CHECK(!pthread_create(&thread, NULL, open_soon, NULL));
+      if (!reuse && tier == HOST) gradients_put(4, tier);
+      update(LATE | PASSES);
+      params_right(HOST);
+      OK(gemini_update_wait(model.w.mgr));
+      CHECK(!pthread_join(thread, NULL));
+      counted(0, 2 * ELEMENTS, 2 * ELEMENTS);
+      sums_right();
+      world_close(&model.w);
+    }
+  }
+}
+
+/* What is taken over before it has begun has two passes as well. The only worker is in the first unit's. */
+static _Atomic bool holds;
+static gemini_status_t hold_first(void *user, const gemini_update_span_t *s) {
+  while (s->pass == BOTH && atomic_load(&holds)) usleep(100);
+  return sum_up(user, s);
+}
+static void test_what_was_speculated_and_has_not_begun_has_two_passes(void) {
+  for (int reuse = 0; reuse < 2; reuse++) {
+    model_open(reuse, 1, 64);
+    gradients_put(3, HOST);
+    counts_begin(false);
+    atomic_store(&holds, true);
+    const gemini_arena_t arenas[] = { model.grads, model.sums, model.params };
+    const uint32_t modes[] = { GEMINI_READ, GEMINI_READ_WRITE, GEMINI_WRITE };
+    gemini_update_t u = GEMINI_UPDATE_INIT;
+    u.flags = GEMINI_UPDATE_SPECULATE | PASSES;
+    u.arenas = arenas, u.modes = modes, u.arena_count = 3;
+    u.stream = model.w.stream;
+    u.try_fn = hold_first;
+    OK(gemini_update(model.w.mgr, &u));
+    while (!gmi_workers_pending(gmi_manager_get(model.w.mgr))) usleep(100);
+    usleep(20000); /* the worker is in its function */
+    update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
+    CHECK_EQ(world_stats(&model.w).committed_elements, ELEMENTS);
+    atomic_store(&holds, false);
+    params_right(DEVICE);
+    CHECK_EQ(atomic_load(&elements_of[BOTH]), UNIT);
+    CHECK_EQ(atomic_load(&elements_of[RESULTS]), ELEMENTS - UNIT);
+    atomic_store(&gate, true);
+    OK(gemini_update_wait(model.w.mgr));
+    counted(UNIT, ELEMENTS - UNIT, ELEMENTS - UNIT);
+    sums_right();
+    world_close(&model.w);
+  }
+}
+
+static void test_a_failure_of_the_second_pass_is_one_of_the_update(void) {
+  model_open(true, WORKERS, 64);
+  gradients_put(3, HOST);
+  counts_begin(true);
+  atomic_store(&fails, true);
+  update(LATE | PASSES);
+  CHECK_EQ(gemini_update_wait(model.w.mgr), GEMINI_ERR_NOT_FOUND);
+  CHECK_SAYS(world_error().message, "the function of an update failed for elements");
+  atomic_store(&fails, false);
+  CHECK_EQ(gemini_manager_close(model.w.mgr), GEMINI_ERR_NOT_FOUND);
+}
+
+/* The rates of passes are their own: a plan is made with each. */
+static void test_passes_have_rates_of_their_own(void) {
+  model_open(true, WORKERS, 64);
+  gmi_manager_t *m = gmi_manager_get(model.w.mgr);
+  gradients_put(3, HOST);
+  counts_begin(true);
+  update(LATE | PASSES);
+  OK(gemini_update_wait(model.w.mgr));
+  CHECK(gmi_workers_ns_per_element(m, BOTH) == 0);
+  CHECK(gmi_workers_ns_per_element(m, RESULTS) > 0 && gmi_workers_ns_per_element(m, STATES) > 0);
+  world_close(&model.w);
+}
+
+int main(void) {
+  RUN(test_parameters_are_there_before_states_are);
+  RUN(test_one_pass_where_two_are_not_said_or_not_asked_for);
+  RUN(test_gradients_and_states_are_written_again_meanwhile);
+  RUN(test_what_was_speculated_and_has_not_begun_has_two_passes);
+  RUN(test_a_failure_of_the_second_pass_is_one_of_the_update);
+  RUN(test_passes_have_rates_of_their_own);
+  return 0;
+}
