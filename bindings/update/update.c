@@ -437,7 +437,8 @@ static void copy_part(void *to, const void *from, uint64_t first, uint64_t count
   if (from) memcpy(to, (const char *)from + first * bytes, count * bytes);
 }
 
-/* As run_copied(), but the copies are dropped: only what is written beside them, the parameters, stays. */
+/* As run_copied(), but the copies are dropped: only what is written beside them, the parameters, stays. Random bits, which
+ * go by an element's number, are for states alone. */
 static void run_results(int update, const void *k, const gmi_widths_t *widths, const gmi_arrays_t *a, uint64_t first,
                         uint64_t count, uint32_t param_dtype, uint32_t grad_dtype) {
   _Alignas(64) float master[GMI_TILE], momentum[GMI_TILE], variance[GMI_TILE];
@@ -445,18 +446,13 @@ static void run_results(int update, const void *k, const gmi_widths_t *widths, c
   for (const uint64_t end = first + count; first < end; first += GMI_TILE) {
     double lanes[GMI_LANES] = { 0 };
     const uint64_t here = end - first < GMI_TILE ? end - first : GMI_TILE, whole = here - here % GMI_LANES;
-    gmi_adamw_t moved; /* of an AdamW, whose random bits go by the number of element 0 */
     const gmi_arrays_t tile = { (char *)a->param + first * gmi_dtype_bytes(param_dtype),
                                 (char *)a->grad + first * gmi_dtype_bytes(grad_dtype), master, momentum, variance };
     copy_part(master, a->master, first, here, widths->master);
     copy_part(momentum, a->momentum, first, here, widths->momentum);
     copy_part(variance, a->variance, first, here, widths->variance);
-    if (update != SGD) {
-      moved = *(const gmi_adamw_t *)k;
-      moved.first += (uint32_t)first;
-    }
-    kernel(update == SGD ? k : &moved, &tile, 0, whole, lanes);
-    if (whole < here) rest(update == SGD ? k : &moved, &tile, whole, here - whole, lanes);
+    kernel(k, &tile, 0, whole, lanes);
+    if (whole < here) rest(k, &tile, whole, here - whole, lanes);
   }
 }
 

@@ -17,6 +17,7 @@ typedef struct node {
   uint32_t before; /* the same piece's node of the iteration before, and the stage behind which this one is submitted */
   uint32_t behind;
   uint32_t urgent; /* the stage from whose end on use counts; NONE: from the start */
+  uint32_t second; /* the piece's second pass, whose use is set when this one, the first, begins; or NONE */
   uint8_t state;
 } node_t;
 
@@ -31,7 +32,7 @@ typedef struct graph {
 static uint32_t add_node(graph_t *g, uint64_t ns, uint32_t piece) {
   CHECK(g->node_count < g->node_room);
   g->nodes[g->node_count] =
-      (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE, .urgent = NONE };
+      (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE, .urgent = NONE, .second = NONE };
   g->nodes[g->node_count + 1].first = g->wait_count;
   return g->node_count++;
 }
@@ -71,7 +72,8 @@ static bool goes_before(const graph_t *g, uint32_t a, uint32_t b) {
 
 static void run_graph(graph_t *g) {
   uint64_t now_ns = 0;
-  uint32_t working = NONE; /* the host piece that runs */
+  uint32_t working = NONE;           /* the host piece that runs */
+  uint64_t seconds = UINT64_MAX - 1; /* use of the next second pass: the last one begun goes first */
   for (;;) {
     bool changed = true;
     while (changed) {
@@ -94,6 +96,7 @@ static void run_graph(graph_t *g) {
       }
       if (working == NONE) continue;
       g->nodes[working].state = RUNS;
+      if (g->nodes[working].second != NONE) g->nodes[g->nodes[working].second].use = seconds--;
       g->nodes[working].end_ns = now_ns + g->nodes[working].ns;
       changed = true;
     }
@@ -235,7 +238,8 @@ static void add_stage(program_t *s, uint64_t ns, uint32_t arrival, uint32_t fram
 }
 
 static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
-  uint32_t node = add_node(&s->g, s->in->pieces[piece].host_ns, piece);
+  const bool two = s->plan->piece_passes[piece] && !s->plan->piece_ahead[piece] && use != UINT64_MAX;
+  uint32_t node = add_node(&s->g, two ? s->in->pieces[piece].result_ns : s->in->pieces[piece].host_ns, piece);
   s->g.nodes[node].use = use;
   s->g.nodes[node].before = s->before[piece];
   s->g.nodes[node].behind = s->stage;
@@ -248,6 +252,15 @@ static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
     add_wait(&s->g, s->updated[chunk]);
     s->updated[chunk] = node;
   }
+  if (!two) return;
+  const uint32_t second = add_node(&s->g, s->in->pieces[piece].state_ns, piece);
+  add_wait(&s->g, node);
+  s->g.nodes[node].second = second;
+  s->g.nodes[second].behind = s->stage;
+  s->before[piece] = second;
+  for (uint32_t i = s->in->pieces[piece].chunk_first + s->in->pieces[piece].shared_count;
+       i < s->in->pieces[piece + 1].chunk_first; i++)
+    s->updated[s->in->piece_chunks[i]] = second;
 }
 
 static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags) {
@@ -311,8 +324,8 @@ bool step_time(const gmi_plan_input_t *input, const gmi_plan_t *plan, uint32_t i
   uint32_t fetches = plan->fetch_first[input->op_count], evicts = plan->evict_first[input->op_count];
   uint32_t piece_chunks = input->piece_count > 0 ? input->pieces[input->piece_count].chunk_first : 0;
   const uint32_t collectives = input->groups.gather_count + input->groups.sum_count;
-  s.g.node_room = iterations * (1 + input->op_count + input->piece_count + fetches + evicts + 3 * collectives);
-  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 4 * piece_chunks + 2 * input->piece_count +
+  s.g.node_room = iterations * (1 + input->op_count + 2 * input->piece_count + fetches + evicts + 3 * collectives);
+  s.g.wait_room = iterations * (5 * fetches + 2 * evicts + 4 * piece_chunks + 3 * input->piece_count +
                                 15 * collectives + input->op_count * (4 + input->frame_count) + 1);
   s.g.nodes = filled(s.g.node_room, sizeof *s.g.nodes);
   s.g.waits = filled(s.g.wait_room, sizeof *s.g.waits);
