@@ -1,4 +1,5 @@
-"""What a training step cannot be faster than on this machine: measured rates, and the bound that follows from them.
+"""What a training step with updates in one pass cannot be faster than on this machine: measured rates, and the bound
+that follows from them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -122,7 +123,8 @@ def bound(rates, gpu, params, device_bytes, accumulate, clipped):
     updates, by the link, and all of it by the host's memory. That begins when gradients are complete and ends before
     their parameters are used again. So beside it run, of the passes over micro-batches, the last backward and the next
     forward one; where gradients are clipped, so that the norm of all of them has to be known before, the forward one
-    only. What does not fit beside them lengthens the step.
+    only. What does not fit beside them lengthens the step. That is the bound of updates in one pass: where gradients
+    are clipped, updates in two passes, of which the forward pass waits for the first alone, can be faster.
 
     Args:
         rates: From rates().
