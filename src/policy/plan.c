@@ -281,17 +281,20 @@ static bool is_state(const gmi_plan_input_t *input, uint32_t chunk) {
 
 /* Has host pieces run in two passes, if the candidate says so, and computed ahead, while there are spare slots: those
  * first whose chunks are used soonest afterwards, as their uses could wait least. Passes come first, as they take fewer
- * slots for the time that they gain. */
+ * slots for the time that they gain. What is computed ahead keeps slots busy that gradients then wait for, unless as
+ * many are left as the passes take. */
 static void choose_host(const planner_t *p, gmi_plan_t *plan) {
-  uint64_t left = p->input->spare_slots;
+  uint64_t left = p->input->spare_slots, passes = 0;
   for (uint32_t c = 0; p->input->chunk_has_slot != NULL && c < p->input->chunk_count; c++)
     left += plan->stays[c] && p->input->chunk_has_slot[c] && is_state(p->input, c);
   for (uint32_t i = 0; p->two_passes && i < p->input->piece_count; i++) {
     const uint32_t piece = p->facts.pieces_by_gap[i], slots = p->input->pieces[piece].pass_slots;
     if (p->input->pieces[piece].result_ns == 0 || plan->piece_on_device[piece] || slots > left) continue;
     left -= slots;
+    passes += slots;
     plan->piece_passes[piece] = 1;
   }
+  if (left < passes) return;
   for (uint32_t i = 0; i < p->input->piece_count; i++) {
     const uint32_t piece = p->facts.pieces_by_gap[i];
     uint32_t slots = p->input->pieces[piece].ahead_slots;

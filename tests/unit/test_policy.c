@@ -1033,6 +1033,16 @@ static void test_plan_has_two_passes_where_that_gains_and_there_is_room(void) {
   CHECK(all.predicted_ns < some.predicted_ns && some.predicted_ns < one.predicted_ns);
   CHECK_EQ(one.update_busy_ns, 8 * 300);
   CHECK_EQ(all.update_busy_ns, 8 * (150 + 250));
+  /* Pieces are computed ahead besides if slots are left for the gradients of all others as well. */
+  for (uint32_t ahead = 0; ahead < 2; ahead++) {
+    gmi_plan_free(&all);
+    for (uint32_t p = 1; p < 8; p++) i.pieces[p].ahead_slots = 8, i.pieces[p].ahead_op = 15 - p;
+    i.input.spare_slots = ahead ? 16 : 15;
+    make(&i.input, &all);
+    check_plan(&i.input, &all);
+    CHECK_EQ(count_set(all.piece_passes, 8), 8);
+    CHECK_EQ(count_set(all.piece_ahead, 8), ahead);
+  }
   /* With as many times a layer's time, the workers are what binds, and passes would only give them more to do. */
   plan_passes(&i, 3000, 8, &busy);
   CHECK_EQ(count_set(busy.piece_passes, 8), 0);
