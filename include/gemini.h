@@ -918,9 +918,9 @@ enum {
   GEMINI_UPDATE_LATE =
       1, /* return at once; each chunk is updated before its next use. For the caller the update is done
                             when the call returns: every later call sees updated bytes, and gradients may be zeroed or
-                            written for the next step, as that waits for the chunk's update, too. What remains: user
-                            stays borrowed (or has user_bytes), the uses pay for what is not updated yet, and a failure
-                            is reported by them and by gemini_update_wait() */
+                            written for the next step: the update has those of this one. What remains: user stays
+                            borrowed (or has user_bytes), the uses pay for what is not updated yet, and a failure is
+                            reported by them and by gemini_update_wait() */
   GEMINI_UPDATE_SPECULATE = 2, /* compute new values into spare host memory, beside the old ones: gemini_update() */
   GEMINI_UPDATE_COMMIT = 4,    /* take over what was speculated, and run fn for the rest: gemini_update() */
   GEMINI_UPDATE_PART = 8,      /* of sharded arenas, whose gradients have bytes of their own, a part: gemini/group.h */
@@ -937,7 +937,7 @@ typedef struct gemini_update_s {
   uint64_t element_count; /* not 0; but 0 with first_element 0: all elements used so far */
   gemini_stream_t stream; /* the update comes after this stream's work queued so far */
   gemini_update_fn fn;    /* or NULL, and try_fn */
-  void *user;             /* borrowed until every span has run: gemini_update_wait() or a later use */
+  void *user;             /* borrowed until every span has run: gemini_update_wait(), or a use of what it writes */
   uint64_t user_bytes; /* not 0: the call copies so many bytes, at most 1 MiB, from user, which is borrowed until return
                           only. All spans get the same copy, aligned to 16 bytes; it stays until their work, queued
                           work included, is done. Spans run at once: what they write to it, they write as to any memory

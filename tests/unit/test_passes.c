@@ -222,6 +222,28 @@ static void test_gradients_and_states_are_written_again_meanwhile(void) {
   }
 }
 
+/* Zeroed chunks have left the memory that second passes read; the arena's end waits for these all the same. */
+static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
+  for (int zeroed = 0; zeroed < 2; zeroed++) {
+    model_open(false, WORKERS, 64);
+    gradients_put(3, HOST);
+    counts_begin(false);
+    update(LATE | PASSES);
+    params_right(HOST);
+    const gemini_access_t all = world_whole(model.grads, 0, 0);
+    if (zeroed) OK(gemini_zero(model.w.mgr, &all));
+    CHECK_EQ(atomic_load(&elements_of[STATES]), 0);
+    pthread_t thread;
+    CHECK(!pthread_create(&thread, NULL, open_soon, NULL));
+    OK(gemini_arena_destroy(model.w.mgr, model.grads));
+    counted(0, ELEMENTS, ELEMENTS);
+    CHECK(!pthread_join(thread, NULL));
+    OK(gemini_update_wait(model.w.mgr));
+    sums_right();
+    world_close(&model.w);
+  }
+}
+
 /* What is taken over before it has begun has two passes as well. The only worker is in the first unit's. */
 static _Atomic bool holds;
 static gemini_status_t hold_first(void *user, const gemini_update_span_t *s) {
@@ -287,6 +309,7 @@ int main(void) {
   RUN(test_parameters_are_there_before_states_are);
   RUN(test_one_pass_where_two_are_not_said_or_not_asked_for);
   RUN(test_gradients_and_states_are_written_again_meanwhile);
+  RUN(test_an_arena_ends_behind_the_updates_that_read_it);
   RUN(test_what_was_speculated_and_has_not_begun_has_two_passes);
   RUN(test_a_failure_of_the_second_pass_is_one_of_the_update);
   RUN(test_passes_have_rates_of_their_own);
