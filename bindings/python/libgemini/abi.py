@@ -251,7 +251,7 @@ class UpdateSpan(ctypes.Structure):
         ("element_count", c_uint64),
         ("stream", c_uint64),
         ("arena_count", c_uint32),
-        ("pass_", c_uint32),
+        ("pass", c_uint32),
         ("ptr", c_void_p * 8),
         ("out", c_void_p * 8),
     ]
