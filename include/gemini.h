@@ -993,10 +993,10 @@ typedef struct gemini_update_s {
  *  its arguments. gemini_stats_t counts speculated, committed and dropped elements; the rest is speculated now. user
  *  stays borrowed, or copied (user_bytes), until fn has run for all spans, also of units that are dropped:
  *  gemini_update_wait() waits for that.
- *  With GEMINI_UPDATE_PASSES, beside any other flags, fn heeds gemini_update_span_t.pass. What the host updates behind
- *  an iteration may then be computed twice, if a plan gains by it: first the parameters, for which operators wait, from
- *  states that stay as they are, and later the states, from the same gradients. user stays borrowed until
- *  gemini_update_wait(), whatever has been used since. Since: 0.1 */
+ *  With GEMINI_UPDATE_PASSES, beside any other flags, fn heeds gemini_update_span_t.pass. What the host updates late
+ *  may then be computed twice, if a plan gains by it: first the parameters, for which operators wait, from states that
+ *  stay as they are, and later the states, from the same gradients. user stays borrowed until gemini_update_wait(),
+ *  whatever has been used since. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
 /** Drops all that is speculated (GEMINI_UPDATE_SPECULATE) and not taken over. Its memory is free for others at once;
  *  its spans may still run, or not. Does not wait. Since: 0.1 */

@@ -345,9 +345,11 @@ void KERNEL(blocks)(const void *update, const gmi_arrays_t *a, uint64_t first, u
 }
 
 #ifdef KERNEL_BESIDE
-/* New values go past the caches: with plain stores their lines would be read first, which costs half the rate. */
-void KERNEL(adamw_beside)(const void *update, const gmi_arrays_t *a, const gmi_arrays_t *to, uint64_t first,
-                          uint64_t count) {
+/* New values go past the caches: with plain stores their lines would be read first, which costs half the rate. states:
+ * writes these, too, not the parameters alone. */
+static inline __attribute__((always_inline)) void adamw_stream(const void *update, const gmi_arrays_t *a,
+                                                               const gmi_arrays_t *to, uint64_t first, uint64_t count,
+                                                               bool states) {
   const gmi_adamw_t k = *(const gmi_adamw_t *)update;
   const gmi_arrays_t at = *a, out = *to;
   for (uint64_t done = 0; done < count; done += GMI_LANES) {
@@ -360,35 +362,23 @@ void KERNEL(adamw_beside)(const void *update, const gmi_arrays_t *a, const gmi_a
       const uint64_t i = first + done + lane;
       vec_t p, m, v;
       adamw_step(&k, &at, i, load_any(at.grad, i, k.grad_dtype), &p, &m, &v);
-      vec_stream((float *)out.momentum + i, m);
-      vec_stream((float *)out.variance + i, v);
-      vec_stream((float *)out.master + i, p);
+      if (states) {
+        vec_stream((float *)out.momentum + i, m);
+        vec_stream((float *)out.variance + i, v);
+        vec_stream((float *)out.master + i, p);
+      }
       stream_any(out.param, i, k.param_dtype, p);
     }
   }
   stream_end();
 }
-
-/* The parameters alone: the first of two passes. */
+void KERNEL(adamw_beside)(const void *update, const gmi_arrays_t *a, const gmi_arrays_t *to, uint64_t first,
+                          uint64_t count) {
+  adamw_stream(update, a, to, first, count, true);
+}
 void KERNEL(adamw_results)(const void *update, const gmi_arrays_t *a, const gmi_arrays_t *to, uint64_t first,
                            uint64_t count) {
-  const gmi_adamw_t k = *(const gmi_adamw_t *)update;
-  const gmi_arrays_t at = *a;
-  void *const param = to->param;
-  for (uint64_t done = 0; done < count; done += GMI_LANES) {
-    prefetch(at.master, first + done, GEMINI_DTYPE_F32, false);
-    prefetch(at.momentum, first + done, GEMINI_DTYPE_F32, false);
-    prefetch(at.variance, first + done, GEMINI_DTYPE_F32, false);
-    prefetch(at.grad, first + done, k.grad_dtype, false);
-#pragma GCC unroll 16
-    for (uint32_t lane = 0; lane < GMI_LANES; lane += WIDTH) {
-      const uint64_t i = first + done + lane;
-      vec_t p, m, v;
-      adamw_step(&k, &at, i, load_any(at.grad, i, k.grad_dtype), &p, &m, &v);
-      stream_any(param, i, k.param_dtype, p);
-    }
-  }
-  stream_end();
+  adamw_stream(update, a, to, first, count, false);
 }
 #endif
 

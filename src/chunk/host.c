@@ -284,6 +284,12 @@ bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c) {
   return atomic_load_explicit(&s->work_done, memory_order_acquire) < s->work_queued;
 }
 
+void gmi_chunk_copies_end(gmi_manager_t *m, gmi_chunk_t *c) {
+  if (!gmi_chunk_has_slot(c)) return;
+  if (gmi_chunk_io(c)) (void)gmi_chunk_settle_host(m, c); /* a failure does not matter, nor does the copy's */
+  else if (!gmi_fence_sync(m, slot_of(m, c)->fence)) slot_of(m, c)->fence = 0;
+}
+
 gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c) {
   if (!gmi_chunk_has_slot(c)) return GEMINI_OK;
   gemini_status_t status = slot_quiet(m, slot_of(m, c));

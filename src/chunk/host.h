@@ -112,6 +112,9 @@ bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c); /* up
 /* Blocks until no queued work uses the chunk's slot. Fails when what filled it failed: device work, or a read from a
  * file, which is tried once more first. */
 gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c);
+/* Blocks until no copy and no transfer uses the chunk's slot, which it is about to lose with bytes that nobody needs
+ * any more. Jobs may still: whoever gets the slot next waits for them, and gmi_host_resize() does. */
+void gmi_chunk_copies_end(gmi_manager_t *m, gmi_chunk_t *c);
 
 /* chunk/host_memory.c */
 /* Bytes rounded up to the grain (the page size in use), but not above the reservation. */

@@ -119,17 +119,13 @@ void gmi_job_use_slots(const gmi_walk_t *k, const gmi_piece_t *p, const uint32_t
 
 /* Can the piece have two passes? Then its parameters lie in chunks of their own, or in those of the gradients alone. */
 static bool has_two(const gmi_walk_t *k, const gmi_piece_t *p) {
-  bool results = false, states = false, moves = true;
+  bool moves = true;
   if (!(k->u.flags & GEMINI_UPDATE_PASSES) || k->m->file.store || k->slicing.chunk || !gmi_piece_is_unit(k, p))
     return false;
-  for (uint32_t i = 0; i < k->u.arena_count; i++) {
-    results |= k->modes[i] == GEMINI_WRITE;
-    states |= k->modes[i] == GEMINI_READ_WRITE;
-  }
   for (uint32_t i = 0; i < p->count; i++)
     moves &= !is_result(k, p->chunks[i]) || !(p->modes[i] & GEMINI_READ) ||
              (gmi_chunk_slot(p->chunks[i]) < k->m->host.slot_count && gmi_chunk_may_move(p->chunks[i]));
-  return results && states && moves;
+  return moves && gmi_modes_have_passes(k->modes, k->u.arena_count);
 }
 
 /* Takes a spare slot for each chunk of parameters that holds gradients. False: there is none that no job uses any more,

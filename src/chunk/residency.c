@@ -726,9 +726,7 @@ gemini_status_t gmi_chunk_to_file(gmi_manager_t *m, gmi_chunk_t *c, uint32_t rea
 void gmi_chunk_forget(gmi_manager_t *m, gmi_chunk_t *c) {
   uint32_t frame, block;
   gmi_chunk_unspeculate(m, c);
-  /* Of what uses the slot, a transfer alone knows the chunk: whoever gets the slot next waits for the rest. For the
-   * wait alone: a failure concerns bytes that nobody needs any more. */
-  if (gmi_chunk_io(c)) (void)gmi_chunk_settle_host(m, c);
+  gmi_chunk_copies_end(m, c);
   gmi_fence_t used = gmi_chunk_used(m, c);
   gmi_chunk_zeroed(m, c, &frame, &block);
   if (frame != GMI_NONE) give_frame(m, c, frame, used);

@@ -389,6 +389,8 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (u->flags & GEMINI_UPDATE_PART && u->flags & GEMINI_UPDATE_COMMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_PART does not go with GEMINI_UPDATE_COMMIT",
                     u->flags);
+  /* An update that returns when it is done would only do more. */
+  if (!(u->flags & (GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE))) u->flags &= ~(uint32_t)GEMINI_UPDATE_PASSES;
   if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
   if (!u->arenas || !u->modes || (!u->fn && !u->try_fn))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");

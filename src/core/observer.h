@@ -36,6 +36,17 @@ typedef struct gmi_pause {
                       * remains a part of the operator's time */
 } gmi_pause_t;
 
+/* Can an update of arenas with these modes have two passes? It has results, which it only writes, and states, which it
+ * reads as well. */
+static inline bool gmi_modes_have_passes(const uint32_t *modes, uint32_t count) {
+  bool results = false, states = false;
+  for (uint32_t i = 0; i < count; i++) {
+    results |= modes[i] == GEMINI_WRITE;
+    states |= modes[i] == GEMINI_READ_WRITE;
+  }
+  return results && states;
+}
+
 typedef struct gmi_observer {
   /* An operator touches a range; store: index of the arena that owns its chunks. Any thread, with or without the
    * lock. */

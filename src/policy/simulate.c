@@ -42,7 +42,7 @@
 #define NONE UINT32_MAX
 #define NOT_SUBMITTED UINT64_MAX
 #define AHEAD (UINT64_C(1) << 63)  /* key of pieces that are computed ahead: behind all others */
-#define STATES (UINT64_C(1) << 62) /* key of second passes */
+#define STATES (UINT64_C(1) << 62) /* keys of second passes are above, from AHEAD - 2 down; known next uses below */
 
 /* Free frames in the order in which they were given back, oldest first, grouped by the time at which they become
  * ready. Invariant: free_frames of machine_t is the sum of the counts. */

@@ -313,17 +313,13 @@ static double device_update_ns(gmi_manager_t *m, const gmi_trace_update_t *updat
   return rate ? (double)bytes * 1e9 / (double)rate : 0;
 }
 
-/* Of the time of a whole update, until measured: AdamW with 15 threads on 8 cores (bench_update). */
+/* Of the time of a whole update, until measured: AdamW with 15 threads on 8 cores
+ * (bench/results/2026-12-01-passes-h200.md). */
 static const double pass_shares[2] = { 0.75, 0.87 };
 
 /* Can the update's pieces have two passes? As in chunk/passes.c. */
 static bool has_passes(gmi_manager_t *m, const gmi_trace_update_t *update) {
-  bool results = false, states = false;
-  for (uint32_t i = 0; i < update->arena_count; i++) {
-    results |= update->modes[i] == GEMINI_WRITE;
-    states |= update->modes[i] == GEMINI_READ_WRITE;
-  }
-  return update->passes && results && states && !m->file.store &&
+  return update->passes && gmi_modes_have_passes(update->modes, update->arena_count) && !m->file.store &&
          gmi_arena_at(m, update->arenas[0])->shard.whole == GMI_NONE;
 }
 

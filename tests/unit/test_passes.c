@@ -149,13 +149,17 @@ static void sums_right(void) {
 }
 
 /* ---- tests */
+/* An update whose second passes wait for the gate. */
+static void update_begin(bool reuse, uint32_t tier) {
+  model_open(reuse, WORKERS, 64);
+  gradients_put(3, tier);
+  counts_begin(false);
+  update(LATE | PASSES);
+}
 static void test_parameters_are_there_before_states_are(void) {
   for (int reuse = 0; reuse < 2; reuse++) {
     for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
-      model_open(reuse, WORKERS, 64);
-      gradients_put(3, tier);
-      counts_begin(false);
-      update(LATE | PASSES);
+      update_begin(reuse, tier);
       params_right(tier);
       CHECK(atomic_load(&elements_of[RESULTS]) == ELEMENTS && !atomic_load(&elements_of[STATES]));
       CHECK(world_stats(&model.w).pending_updates > 0);
@@ -170,12 +174,13 @@ static void test_parameters_are_there_before_states_are(void) {
 }
 
 static void test_one_pass_where_two_are_not_said_or_not_asked_for(void) {
-  for (int how = 0; how < 3; how++) {
+  const uint32_t flags[] = { LATE, LATE | PASSES, LATE | PASSES, PASSES }; /* not asked for, no room, not late */
+  for (int how = 0; how < 4; how++) {
     model_open(true, WORKERS, how == 2 ? 12 : 64); /* 11 chunks, and room for one more */
     gradients_put(3, HOST);
     counts_begin(false);
     asks = how != 1;
-    update(how == 0 ? LATE : LATE | PASSES);
+    update(flags[how]);
     atomic_store(&gate, true);
     OK(gemini_update_wait(model.w.mgr));
     const uint64_t two = how == 2 ? UNIT : 0;
@@ -196,10 +201,7 @@ static void *open_soon(void *user) {
 static void test_gradients_and_states_are_written_again_meanwhile(void) {
   for (int reuse = 0; reuse < 2; reuse++) {
     for (uint32_t tier = DEVICE; tier <= HOST; tier++) {
-      model_open(reuse, WORKERS, 64);
-      gradients_put(3, tier);
-      counts_begin(false);
-      update(LATE | PASSES);
+      update_begin(reuse, tier);
       if (!reuse) {
         const gemini_access_t all = world_whole(model.grads, 0, 0);
         OK(gemini_zero(model.w.mgr, &all)); /* does not wait for the gate */
@@ -225,10 +227,7 @@ static void test_gradients_and_states_are_written_again_meanwhile(void) {
 /* Zeroed chunks have left the memory that second passes read; the arena's end waits for these all the same. */
 static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
   for (int zeroed = 0; zeroed < 2; zeroed++) {
-    model_open(false, WORKERS, 64);
-    gradients_put(3, HOST);
-    counts_begin(false);
-    update(LATE | PASSES);
+    update_begin(false, HOST);
     params_right(HOST);
     const gemini_access_t all = world_whole(model.grads, 0, 0);
     if (zeroed) OK(gemini_zero(model.w.mgr, &all));
