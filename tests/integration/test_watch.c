@@ -460,12 +460,18 @@ static void test_the_watchdog_says_what_is_where(void) {
   scene_t s;
   scene_open(&s, 50000000);
   hold_first(&s);
+  atomic_store(&waiter_number, 0);
   pthread_t waiter = start(acquire_first, &s);
-  expect_log("2 watchdog: thread|for the work queued on stream", 3);
-  CHECK(logged("2 watchdog: state: manager|simulated") <=
-        logged("2 watchdog: thread") - 2); /* not with later reports */
+  expect_line(&s.w, "waits: thread|in gemini_acquire(), with the manager's lock, for the work queued on stream");
+  char mine[64];
+  snprintf(mine, sizeof mine, "2 watchdog: thread %ld (|for the work queued on stream", atomic_load(&waiter_number));
+  expect_log(mine, 3);
+  /* On a slow machine other waits, as those of scene_open(), are reported, too, each with a state at most. */
+  const int held = logged("2 watchdog: state: stream 1: has work that has not ended; it copies from the device");
+  const int states = logged("2 watchdog: state: manager|simulated");
+  CHECK(held >= 1 && held <= states);
+  CHECK(states <= logged("2 watchdog: thread") - 2); /* not with later reports */
   CHECK(logged("2 watchdog: state: device: 131072 of 262144 bytes used"));
-  CHECK_EQ(logged("2 watchdog: state: stream 1: has work that has not ended; it copies from the device"), 1);
   CHECK(logged("2 watchdog: state: chunks: 2 on the device"));
   CHECK(logged("2 watchdog: state: acquired: tensor first of arena main, 1 times"));
   CHECK(logged("2 watchdog: state: waits: thread|in gemini_acquire(), with the manager's lock, for the work"));
