@@ -304,7 +304,7 @@ bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_us
   if (usable) attempt->state = GMI_ATTEMPT_TAKEN;
   gmi_job_t *job = usable ? attempt->job : NULL;
   if (job && two_passes && job->writes[0] && job->writes[1] && !job->next_element) job->pass = GEMINI_PASS_RESULTS;
-  if (job) to_next_use(l, job, next_use);
+  if (job && !job->awaited) to_next_use(l, job, next_use);
   attempt_unref(attempt);
   pthread_mutex_unlock(&l->lock);
   return usable;
@@ -324,13 +324,13 @@ static void slots_done(const gmi_job_t *job, uint32_t first, uint32_t end) {
 }
 
 /* Begins the second pass of a job whose first one is done: behind all that is wanted soon, and before what is
- * speculated. Gradients are written again in the other order than parameters are used, so the job that was begun last
- * comes first. Releases the lock to wake streams; the job may be gone then. */
+ * speculated, unless a thread waits for it. Gradients are written again in the other order than parameters are used, so
+ * the job that was begun last comes first. Releases the lock to wake streams; the job may be gone then. */
 static void begin_states(gmi_workers_t *l, gmi_job_t *job) {
   slots_done(job, 0, job->result_count);
   job->pass = GEMINI_PASS_STATES;
   job->next_element = job->done_elements = 0;
-  job->next_use = UINT64_MAX - 1 - l->begun_states++;
+  job->next_use = job->awaited ? 0 : UINT64_MAX - 1 - l->begun_states++;
   add_ready(l, job);
   l->finished++;
   pthread_cond_broadcast(&l->done);
@@ -489,10 +489,25 @@ void gmi_workers_drain(gmi_manager_t *m, const char *function) {
   gmi_wait_end(m, &wait);
 }
 
+/* Puts the jobs of the slot's work up to count before all others; of jobs with two passes whose results it is, the first
+ * one alone. Called with the lock held. */
+static void await_jobs(gmi_workers_t *l, const gmi_slot_t *slot, uint64_t count) {
+  for (gmi_job_t *job = l->first; job; job = job->next) {
+    for (uint32_t i = job->pass == GEMINI_PASS_STATES ? job->result_count : 0; i < job->slot_count; i++) {
+      if (job->slots[i] != slot || job->after[i] >= count) continue;
+      job->awaited |= job->pass != GEMINI_PASS_RESULTS || i >= job->result_count;
+      to_next_use(l, job, 0);
+      break;
+    }
+  }
+}
 void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count) {
   gmi_workers_t *l = m->update.workers;
   gmi_wait_t wait;
   if (atomic_load_explicit(&slot->work_done, memory_order_acquire) >= count) return;
+  pthread_mutex_lock(&l->lock);
+  await_jobs(l, slot, count);
+  pthread_mutex_unlock(&l->lock);
   gmi_wait_begin(m, &wait, NULL, GMI_WAIT_CHUNK, (uint64_t)(slot - m->host.slots));
   pthread_mutex_lock(&l->lock);
   while (atomic_load_explicit(&slot->work_done, memory_order_acquire) < count) pthread_cond_wait(&l->done, &l->lock);

@@ -58,6 +58,7 @@ struct gmi_job {
   uint64_t next_element, done_elements; /* elements of the span handed to workers; finished; in this pass */
   gmi_job_t *next_ready;
   uint32_t state;
+  bool awaited; /* a thread waits for it */
 };
 enum { GMI_WORKERS_SLICE = 1 << 18 }; /* most elements in one slice: some 7 MB of memory, less than a millisecond */
 /* near: the cores next to the host tier's memory, and so to the GPU, on which updates run fastest; NULL: not known. The
@@ -71,7 +72,8 @@ void gmi_workers_nudge(gmi_manager_t *m);        /* wakes waits for gmi_workers_
 /* Blocks until all jobs submitted so far are done. function: the public function that waits; NULL: the manager's lock
  * is held. */
 void gmi_workers_drain(gmi_manager_t *m, const char *function);
-void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count); /* blocks; lock held */
+/* Blocks until work_done is count; lock held. The jobs that it waits for come before all others. */
+void gmi_workers_wait_slot(gmi_manager_t *m, gmi_slot_t *slot, uint64_t count);
 /* A transfer on a slot has ended with status; message: why it failed. Any thread, no lock. */
 void gmi_workers_work_done(gmi_manager_t *m, gmi_slot_t *slot, gemini_status_t status, const char *message);
 uint64_t gmi_workers_finished(gmi_manager_t *m); /* jobs and transfers ever finished */

@@ -78,10 +78,13 @@ static void model_open(bool reuse, uint32_t threads, uint64_t host_chunks) {
 }
 
 /* ---- the function of the updates */
-static _Atomic bool gate, fails; /* second passes wait until the gate is open; fails: in the second pass */
+/* Second passes wait until the gate is open, others while it holds; fails: in the second pass. */
+static _Atomic bool gate, holds, fails, held; /* held: a pass has come so far as to wait for holds */
 static _Atomic uint64_t elements_of[STATES + 1];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static uint8_t first_done[ELEMENTS]; /* passes of results behind which there was none of states */
+static uint8_t first_done[ELEMENTS];       /* passes of results behind which there was none of states */
+static uint64_t states_order[2 * TENSORS]; /* units, as second passes begin and come back to them */
+static uint32_t states_begun;
 
 static gemini_status_t sum_up(void *user, const gemini_update_span_t *s) {
   const uint32_t *grad = s->ptr[0];
@@ -91,7 +94,15 @@ static gemini_status_t sum_up(void *user, const gemini_update_span_t *s) {
   CHECK(!user && s->tier == HOST && s->pass <= STATES);
   CHECK(s->out[0] == s->ptr[0] && (s->pass == RESULTS) == !sum_out && (s->pass == STATES) == !param_out);
   CHECK(s->ptr[2] == s->out[2]);
-  while (s->pass == STATES && !atomic_load(&gate)) usleep(100);
+  const uint64_t unit = s->first_element / UNIT;
+  pthread_mutex_lock(&lock);
+  if (s->pass == STATES && states_begun < 2 * TENSORS && (!states_begun || states_order[states_begun - 1] != unit))
+    states_order[states_begun++] = unit;
+  pthread_mutex_unlock(&lock);
+  while (s->pass == STATES ? !atomic_load(&gate) : atomic_load(&holds)) {
+    if (s->pass != STATES) atomic_store(&held, true);
+    usleep(100);
+  }
   atomic_fetch_add(&elements_of[s->pass], s->element_count);
   pthread_mutex_lock(&lock);
   for (uint64_t e = 0; e < s->element_count; e++) {
@@ -123,6 +134,8 @@ static void update(uint32_t flags) {
 }
 static void counts_begin(bool open) {
   for (int i = 0; i <= STATES; i++) atomic_store(&elements_of[i], 0);
+  states_begun = 0;
+  atomic_store(&held, false);
   atomic_store(&gate, open);
 }
 static void counted(uint64_t both, uint64_t results, uint64_t states) {
@@ -224,6 +237,50 @@ static void test_gradients_and_states_are_written_again_meanwhile(void) {
   }
 }
 
+/* The only worker is in the last unit's second pass, behind which the others' follow from the end. Unit 0 comes next if
+ * a thread waits for its states, and before all others if it did so before the first pass had ended. */
+static void *first_sums(void *user) {
+  gemini_access_t a = world_whole(model.sum[0], GEMINI_READ, HOST);
+  OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK(!memcmp(a.ptr, model.sum_is, UNIT * 8));
+  OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  return user;
+}
+static void await_chunk(void) {
+  static char text[65536];
+  uint64_t length;
+  do {
+    usleep(1000);
+    OK(gemini_manager_dump(model.w.mgr, sizeof text, text, &length));
+  } while (!strstr(text, "in gemini_acquire()"));
+}
+static void test_states_that_a_thread_waits_for_come_next(void) {
+  enum { NOBODY, SECOND, FIRST };
+  const uint64_t orders[][TENSORS] = { [NOBODY] = { 3, 2, 1, 0 }, [SECOND] = { 3, 0, 2, 1 }, [FIRST] = { 0, 3, 2, 1 } };
+  for (int waits = NOBODY; waits <= FIRST; waits++) {
+    model_open(true, 1, 64);
+    gradients_put(3, HOST);
+    counts_begin(false);
+    atomic_store(&holds, true); /* until all units are queued */
+    update(LATE | PASSES);
+    atomic_store(&holds, waits == FIRST);
+    if (waits != FIRST) params_right(HOST);
+    pthread_t thread;
+    if (waits) {
+      CHECK(!pthread_create(&thread, NULL, first_sums, NULL));
+      await_chunk();
+    }
+    atomic_store(&holds, false);
+    atomic_store(&gate, true);
+    if (waits) CHECK(!pthread_join(thread, NULL));
+    OK(gemini_update_wait(model.w.mgr));
+    CHECK_EQ(states_begun, TENSORS);
+    for (int i = 0; i < TENSORS; i++) CHECK_EQ(states_order[i], orders[waits][i]);
+    sums_right();
+    world_close(&model.w);
+  }
+}
+
 /* Zeroed chunks have left the memory that second passes read; the arena's end waits for these all the same. */
 static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
   for (int zeroed = 0; zeroed < 2; zeroed++) {
@@ -244,11 +301,6 @@ static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
 }
 
 /* What is taken over before it has begun has two passes as well. The only worker is in the first unit's. */
-static _Atomic bool holds;
-static gemini_status_t hold_first(void *user, const gemini_update_span_t *s) {
-  while (s->pass == BOTH && atomic_load(&holds)) usleep(100);
-  return sum_up(user, s);
-}
 static void test_what_was_speculated_and_has_not_begun_has_two_passes(void) {
   for (int reuse = 0; reuse < 2; reuse++) {
     model_open(reuse, 1, 64);
@@ -261,10 +313,9 @@ static void test_what_was_speculated_and_has_not_begun_has_two_passes(void) {
     u.flags = GEMINI_UPDATE_SPECULATE | PASSES;
     u.arenas = arenas, u.modes = modes, u.arena_count = 3;
     u.stream = model.w.stream;
-    u.try_fn = hold_first;
+    u.try_fn = sum_up;
     OK(gemini_update(model.w.mgr, &u));
-    while (!gmi_workers_pending(gmi_manager_get(model.w.mgr))) usleep(100);
-    usleep(20000); /* the worker is in its function */
+    while (!atomic_load(&held)) usleep(100);
     update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
     CHECK_EQ(world_stats(&model.w).committed_elements, ELEMENTS);
     atomic_store(&holds, false);
@@ -308,6 +359,7 @@ int main(void) {
   RUN(test_parameters_are_there_before_states_are);
   RUN(test_one_pass_where_two_are_not_said_or_not_asked_for);
   RUN(test_gradients_and_states_are_written_again_meanwhile);
+  RUN(test_states_that_a_thread_waits_for_come_next);
   RUN(test_an_arena_ends_behind_the_updates_that_read_it);
   RUN(test_what_was_speculated_and_has_not_begun_has_two_passes);
   RUN(test_a_failure_of_the_second_pass_is_one_of_the_update);
