@@ -460,6 +460,7 @@ static gemini_status_t transfer_chunks(gmi_manager_t *m, const transfer_t *t, in
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     gmi_chunk_unhold_host(m, c, !write_file);
+    gmi_host_released(m, c);
     if (!write_file) {
       gmi_chunk_host_wrote(m, c);
       if (done)

@@ -286,7 +286,8 @@ bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c) {
 
 void gmi_chunk_copies_end(gmi_manager_t *m, gmi_chunk_t *c) {
   if (!gmi_chunk_has_slot(c)) return;
-  if (gmi_chunk_io(c)) (void)gmi_chunk_settle_host(m, c); /* a failure does not matter, nor does the copy's */
+  const bool goes = gmi_chunk_slot(c) >= m->host.slot_count;      /* the memory, too: the slot is above the budget */
+  if (goes || gmi_chunk_io(c)) (void)gmi_chunk_settle_host(m, c); /* a failure does not matter, nor does the copy's */
   else if (!gmi_fence_sync(m, slot_of(m, c)->fence)) slot_of(m, c)->fence = 0;
 }
 
@@ -618,12 +619,12 @@ gemini_status_t gmi_host_resize(gmi_manager_t *m, uint64_t bytes) {
   if (!atomic_load(&m->cut.chunk_bytes)) return GEMINI_OK;
   uint32_t count = budget_slots(m, bytes);
   if (count < m->host.slot_count) {
+    /* Queue deferred updates first: one of their pieces may need more slots at once than the smaller budget has. */
+    gemini_status_t status = gmi_updates_queue(m, NULL);
+    if (status) return status;
     gmi_specs_drop(m);
     gmi_workers_drain(m, NULL); /* their jobs still use memory that is about to go */
   }
-  /* Queue deferred updates first: one of their pieces may need more slots at once than the smaller budget has. */
-  gemini_status_t queued = count < m->host.slot_count ? gmi_updates_queue(m, NULL) : GEMINI_OK;
-  if (queued) return queued;
   while (m->host.used > count * gmi_slot_bytes(m)) {
     gemini_status_t status = gmi_host_room(m, gmi_host_free(m) + 1);
     if (status == GEMINI_ERR_OOM_HOST)

@@ -113,7 +113,8 @@ bool gmi_chunk_work_pending(const gmi_manager_t *m, const gmi_chunk_t *c); /* up
  * file, which is tried once more first. */
 gemini_status_t gmi_chunk_settle_host(gmi_manager_t *m, gmi_chunk_t *c);
 /* Blocks until no copy and no transfer uses the chunk's slot, which it is about to lose with bytes that nobody needs
- * any more. Jobs may still: whoever gets the slot next waits for them, and gmi_host_resize() does. */
+ * any more. Jobs may still: whoever gets the slot next waits for them, and gmi_host_resize() does. Slots above the
+ * budget nobody gets, so these are waited for here. */
 void gmi_chunk_copies_end(gmi_manager_t *m, gmi_chunk_t *c);
 
 /* chunk/host_memory.c */

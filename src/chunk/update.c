@@ -697,7 +697,7 @@ static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
   gmi_trace_update_t record = { .arena_count = k->u.arena_count,
                                 .first_element = k->u.first_element,
                                 .element_count = k->u.element_count,
-                                .passes = k->u.flags & GEMINI_UPDATE_PASSES };
+                                .passes = (k->u.flags & GEMINI_UPDATE_PASSES) != 0 };
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];

@@ -25,7 +25,7 @@ typedef struct gmi_trace_update {
   uint32_t arena_count;
   uint32_t arenas[GMI_UPDATE_ARENAS], modes[GMI_UPDATE_ARENAS];
   uint64_t first_element, element_count;
-  bool passes; /* GEMINI_UPDATE_PASSES */
+  uint64_t passes; /* 1: GEMINI_UPDATE_PASSES. As wide as what precedes it: updates are compared byte by byte. */
 } gmi_trace_update_t;
 
 /* A wait of the calling thread that may delay the queueing of an operator's work. */

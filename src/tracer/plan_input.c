@@ -361,8 +361,8 @@ void gmi_plan_bundle_times(gmi_manager_t *m, const gmi_trace_t *trace, gmi_plan_
       if (m->config.update_threads > 1 && in->host_delay_ns < 3 * slice_ns) in->host_delay_ns = 3 * slice_ns;
       piece->host_ns = (uint64_t)((double)(stop - at) * host / m->config.update_threads);
       piece->device_ns = (uint64_t)((double)(stop - at) * device);
-      if (has_passes(m, &trace->updates[u])) {
-        piece->result_ns = (uint64_t)((double)(stop - at) * pass_ns[0] / m->config.update_threads);
+      if (has_passes(m, &trace->updates[u])) { /* 0 would say that it has none */
+        piece->result_ns = 1 + (uint64_t)((double)(stop - at) * pass_ns[0] / m->config.update_threads);
         piece->state_ns = (uint64_t)((double)(stop - at) * pass_ns[1] / m->config.update_threads);
       }
       at = stop;

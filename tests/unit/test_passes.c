@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include "../integration/world.h"
+#include "chunk/arena.h"
+#include "chunk/chunk.h"
 #include "core/manager.h"
 #include "core/observer.h"
 #include "core/workers.h"
@@ -84,7 +86,7 @@ static _Atomic uint64_t elements_of[STATES + 1];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint8_t first_done[ELEMENTS];       /* passes of results behind which there was none of states */
 static uint64_t states_order[2 * TENSORS]; /* units, as second passes begin and come back to them */
-static uint32_t states_begun;
+static _Atomic uint32_t states_begun;
 
 static gemini_status_t sum_up(void *user, const gemini_update_span_t *s) {
   const uint32_t *grad = s->ptr[0];
@@ -208,6 +210,7 @@ static void test_one_pass_where_two_are_not_said_or_not_asked_for(void) {
  * next waits for them. */
 static void *open_soon(void *user) {
   usleep(20000);
+  atomic_store(&holds, false);
   atomic_store(&gate, true);
   return user;
 }
@@ -264,6 +267,7 @@ static void test_states_that_a_thread_waits_for_come_next(void) {
     atomic_store(&holds, true); /* until all units are queued */
     update(LATE | PASSES);
     atomic_store(&holds, waits == FIRST);
+    while (waits != FIRST && !atomic_load(&states_begun)) usleep(100);
     if (waits != FIRST) params_right(HOST);
     pthread_t thread;
     if (waits) {
@@ -293,6 +297,41 @@ static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
     CHECK(!pthread_create(&thread, NULL, open_soon, NULL));
     OK(gemini_arena_destroy(model.w.mgr, model.grads));
     counted(0, ELEMENTS, ELEMENTS);
+    CHECK(!pthread_join(thread, NULL));
+    OK(gemini_update_wait(model.w.mgr));
+    sums_right();
+    world_close(&model.w);
+  }
+}
+
+/* A chunk that cannot move while the host's budget shrinks keeps its slot above it, whose memory leaves with the chunk:
+ * behind the updates that read it. */
+static void test_memory_above_the_budget_ends_behind_the_updates_that_read_it(void) {
+  for (int two = 0; two < 2; two++) {
+    model_open(false, WORKERS, 128); /* the gradients' slots are far above what is needed */
+    gmi_manager_t *m = gmi_manager_get(model.w.mgr);
+    gradients_put(3, HOST);
+    gmi_chunk_t *chunk = &gmi_arena_get(m, model.grads)->chunks[TENSORS - 1];
+    const uint32_t slot = gmi_chunk_slot(chunk);
+    gmi_lock(m, "test");
+    gmi_chunk_hold_host(m, chunk, false);
+    gmi_unlock(m);
+    OK(gemini_budget_set(model.w.mgr, HOST, (uint64_t)slot * WORLD_CHUNK));
+    gmi_lock(m, "test");
+    gmi_chunk_unhold_host(m, chunk, false);
+    gmi_unlock(m);
+    CHECK(gmi_chunk_slot(chunk) == slot && slot >= m->host.slot_count);
+    asks = two;
+    counts_begin(false);
+    atomic_store(&holds, !two);
+    update(LATE | PASSES);
+    if (two) params_right(HOST);
+    else
+      while (!atomic_load(&held)) usleep(100);
+    pthread_t thread;
+    CHECK(!pthread_create(&thread, NULL, open_soon, NULL));
+    const gemini_access_t all = world_whole(model.grads, 0, 0);
+    OK(gemini_zero(model.w.mgr, &all));
     CHECK(!pthread_join(thread, NULL));
     OK(gemini_update_wait(model.w.mgr));
     sums_right();
@@ -361,6 +400,7 @@ int main(void) {
   RUN(test_gradients_and_states_are_written_again_meanwhile);
   RUN(test_states_that_a_thread_waits_for_come_next);
   RUN(test_an_arena_ends_behind_the_updates_that_read_it);
+  RUN(test_memory_above_the_budget_ends_behind_the_updates_that_read_it);
   RUN(test_what_was_speculated_and_has_not_begun_has_two_passes);
   RUN(test_a_failure_of_the_second_pass_is_one_of_the_update);
   RUN(test_passes_have_rates_of_their_own);

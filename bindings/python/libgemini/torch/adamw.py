@@ -400,10 +400,10 @@ class AdamwRule:
             return
         if waits:
             self.session.lib.update_wait(self.session.handle)
-        for walk, _ in self.walks:
-            self.kernels.walk_status(walk)
         stats = abi.Stats()
         self.session.lib.stats(self.session.handle, stats)
+        for walk, _ in self.walks:  # behind the statistics: one that has ended has its error by now
+            self.kernels.walk_status(walk)
         if waits or not stats.pending_updates:
             self.walks.clear()
             self.unsure = 0
