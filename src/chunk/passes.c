@@ -60,8 +60,8 @@ gmi_job_t *gmi_job_beside(gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *s
     job->user_refs = &k->user->refs;
   }
   for (uint32_t i = 0; k->u.flags & GEMINI_UPDATE_PASSES && i < k->u.arena_count; i++) {
-    job->writes[0] |= (uint32_t)(k->modes[i] == GEMINI_WRITE) << i;
-    job->writes[1] |= (uint32_t)(k->modes[i] == GEMINI_READ_WRITE) << i;
+    job->passes.writes[0] |= (uint32_t)(k->modes[i] == GEMINI_WRITE) << i;
+    job->passes.writes[1] |= (uint32_t)(k->modes[i] == GEMINI_READ_WRITE) << i;
   }
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     const gmi_arena_t *a = k->arenas[i], *store = gmi_arena_at(m, a->store);
@@ -109,7 +109,7 @@ void gmi_job_use_slots(const gmi_walk_t *k, const gmi_piece_t *p, const uint32_t
     if (!is_result(k, p->chunks[i])) continue;
     use_slot(m, job, slots[i] != GMI_NONE ? slots[i] : gmi_chunk_slot(p->chunks[i]));
   }
-  job->result_count = job->slot_count;
+  job->passes.result_count = job->slot_count;
   for (uint32_t i = 0; i < p->count; i++) {
     const bool result = is_result(k, p->chunks[i]);
     if (slots[i] != GMI_NONE && !result) use_slot(m, job, slots[i]);
@@ -158,7 +158,7 @@ bool gmi_piece_in_passes(gmi_walk_t *k, gmi_piece_t *p) {
   }
   gmi_job_use_slots(k, p, slots, job);
   job->next_use = p->next_use;
-  job->pass = GEMINI_PASS_RESULTS;
+  job->passes.now = GEMINI_PASS_RESULTS;
   for (uint32_t i = 0; i < p->count; i++) {
     if (slots[i] != GMI_NONE) gmi_host_spare_bind(m, slots[i], p->chunks[i]);
     if (p->modes[i] & GEMINI_WRITE) gmi_chunk_host_wrote(m, p->chunks[i]);

@@ -177,7 +177,7 @@ static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
   /* No second pass before the first ones that can run. */
-  if (!l->ready || l->ready->pass == GEMINI_PASS_STATES || now_ns - l->looked_ns >= LOOK_NS) {
+  if (!l->ready || l->ready->passes.now == GEMINI_PASS_STATES || now_ns - l->looked_ns >= LOOK_NS) {
     l->looked_ns = now_ns;
     look(l, false);
     look(l, true);
@@ -219,7 +219,7 @@ static void prepare(gmi_workers_t *l, gmi_job_t *job) {
     add_ready(l, job);
   } else {
     job->done_elements = job->span.element_count;
-    job->pass = GEMINI_PASS_BOTH;
+    job->passes.now = GEMINI_PASS_BOTH;
     if (!job->norm) fail(l, job->attempt, status, 0, "an update did not run: %s", text);
   }
   pthread_cond_broadcast(&l->more);
@@ -248,8 +248,8 @@ static uint64_t locate(const gmi_job_t *job, uint32_t chunk_shift, uint64_t at, 
 static void leave_out(const gmi_job_t *job, uint32_t pass, gemini_update_span_t *span) {
   span->pass = pass;
   for (uint32_t i = 0; pass && i < span->arena_count; i++) {
-    if (job->writes[pass == GEMINI_PASS_RESULTS] >> i & 1) span->out[i] = NULL;
-    if (pass == GEMINI_PASS_STATES && job->writes[0] >> i & 1) span->ptr[i] = NULL;
+    if (job->passes.writes[pass == GEMINI_PASS_RESULTS] >> i & 1) span->out[i] = NULL;
+    if (pass == GEMINI_PASS_STATES && job->passes.writes[0] >> i & 1) span->ptr[i] = NULL;
   }
 }
 
@@ -258,7 +258,7 @@ static void leave_out(const gmi_job_t *job, uint32_t pass, gemini_update_span_t 
 static void run_slice(gmi_workers_t *l, gmi_job_t *job, uint32_t worker) {
   gmi_manager_t *m = l->m;
   gemini_update_span_t span = job->span;
-  const uint32_t pass = job->pass;
+  const uint32_t pass = job->passes.now;
   uint64_t at = job->next_element, count = locate(job, m->cut.chunk_shift, at, &span);
   const bool dropped = job->attempt && job->attempt->state == GMI_ATTEMPT_DROPPED;
   if (dropped) count = job->span.element_count - at;
@@ -303,7 +303,8 @@ bool gmi_attempt_take(gmi_manager_t *m, gmi_attempt_t *attempt, uint64_t next_us
   const bool usable = attempt->state == GMI_ATTEMPT_OPEN;
   if (usable) attempt->state = GMI_ATTEMPT_TAKEN;
   gmi_job_t *job = usable ? attempt->job : NULL;
-  if (job && two_passes && job->writes[0] && job->writes[1] && !job->next_element) job->pass = GEMINI_PASS_RESULTS;
+  if (job && two_passes && job->passes.writes[0] && job->passes.writes[1] && !job->next_element)
+    job->passes.now = GEMINI_PASS_RESULTS;
   if (job && !job->awaited) to_next_use(l, job, next_use);
   attempt_unref(attempt);
   pthread_mutex_unlock(&l->lock);
@@ -327,8 +328,8 @@ static void slots_done(const gmi_job_t *job, uint32_t first, uint32_t end) {
  * speculated, unless a thread waits for it. Gradients are written again in the other order than parameters are used, so
  * the job that was begun last comes first. Releases the lock to wake streams; the job may be gone then. */
 static void begin_states(gmi_workers_t *l, gmi_job_t *job) {
-  slots_done(job, 0, job->result_count);
-  job->pass = GEMINI_PASS_STATES;
+  slots_done(job, 0, job->passes.result_count);
+  job->passes.now = GEMINI_PASS_STATES;
   job->next_element = job->done_elements = 0;
   job->next_use = job->awaited ? 0 : UINT64_MAX - 1 - l->begun_states++;
   add_ready(l, job);
@@ -345,7 +346,7 @@ static void begin_states(gmi_workers_t *l, gmi_job_t *job) {
 static void finish(gmi_workers_t *l, gmi_job_t *job) {
   *(job->previous ? &job->previous->next : &l->first) = job->next;
   *(job->next ? &job->next->previous : &l->last) = job->previous;
-  slots_done(job, job->pass == GEMINI_PASS_STATES ? job->result_count : 0, job->slot_count);
+  slots_done(job, job->passes.now == GEMINI_PASS_STATES ? job->passes.result_count : 0, job->slot_count);
   l->pending--;
   l->deferred -= job->deferred;
   l->finished++;
@@ -377,7 +378,7 @@ static void *work(void *user) {
     if (job->state == JOB_READY) run_slice(l, job, me->index);
     else prepare(l, job);
     if (job->done_elements < job->span.element_count) continue;
-    if (job->pass == GEMINI_PASS_RESULTS) begin_states(l, job);
+    if (job->passes.now == GEMINI_PASS_RESULTS) begin_states(l, job);
     else finish(l, job);
   }
   pthread_mutex_unlock(&l->lock);
@@ -489,13 +490,13 @@ void gmi_workers_drain(gmi_manager_t *m, const char *function) {
   gmi_wait_end(m, &wait);
 }
 
-/* Puts the jobs of the slot's work up to count before all others; of jobs with two passes whose results it is, the first
- * one alone. Called with the lock held. */
+/* Puts the jobs of the slot's work up to count before all others; of jobs with two passes whose results it is, the
+ * first one alone. Called with the lock held. */
 static void await_jobs(gmi_workers_t *l, const gmi_slot_t *slot, uint64_t count) {
   for (gmi_job_t *job = l->first; job; job = job->next) {
-    for (uint32_t i = job->pass == GEMINI_PASS_STATES ? job->result_count : 0; i < job->slot_count; i++) {
+    for (uint32_t i = job->passes.now == GEMINI_PASS_STATES ? job->passes.result_count : 0; i < job->slot_count; i++) {
       if (job->slots[i] != slot || job->after[i] >= count) continue;
-      job->awaited |= job->pass != GEMINI_PASS_RESULTS || i >= job->result_count;
+      job->awaited |= job->passes.now != GEMINI_PASS_RESULTS || i >= job->passes.result_count;
       to_next_use(l, job, 0);
       break;
     }

@@ -40,15 +40,17 @@ struct gmi_job {
   uint8_t *const *chunks[8]; /* for each arena: addresses of its chunks; NULL: span.ptr is contiguous */
   uint8_t *const *outs[8];   /* the same for what fn writes; NULL: as chunks */
   gmi_attempt_t *attempt;    /* of a job that is speculated; else NULL */
-  uint32_t pass;             /* GEMINI_PASS_RESULTS: the job has two passes, and this is the first */
-  uint32_t writes[2];        /* bit per arena: what the first and the second pass write; 0: it cannot have two */
+  struct {
+    uint32_t now;          /* GEMINI_PASS_RESULTS: the job has two passes, and this is the first */
+    uint32_t writes[2];    /* bit per arena: what the first and the second pass write; 0: it cannot have two */
+    uint32_t result_count; /* the first ones of slots: of results, which are done after the first pass */
+  } passes;
   uint32_t fence_count, slot_count, zero_count;
-  uint32_t result_count; /* the first ones of slots: of results, which are done after the first pass */
-  bool deferred;         /* counted by gmi_workers_deferred() */
-  bool norm;             /* reads only: a failure is not an update's, and the caller checks whether fn ran */
-  gmi_fence_t *fences;   /* [fence_count] device work to wait for */
-  gmi_slot_t **slots;    /* [slot_count] slots whose work_done this job increments when it is done */
-  uint64_t *after;       /* [slot_count] value of work_done to wait for first */
+  bool deferred;       /* counted by gmi_workers_deferred() */
+  bool norm;           /* reads only: a failure is not an update's, and the caller checks whether fn ran */
+  gmi_fence_t *fences; /* [fence_count] device work to wait for */
+  gmi_slot_t **slots;  /* [slot_count] slots whose work_done this job increments when it is done */
+  uint64_t *after;     /* [slot_count] value of work_done to wait for first */
   struct {
     void *address;
     uint64_t bytes;

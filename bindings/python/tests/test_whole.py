@@ -5,6 +5,7 @@ test_blocks.py trains its models in this way, too, and compares the bits; here i
 SPDX-License-Identifier: Apache-2.0
 """
 
+import concurrent.futures
 import importlib
 import threading
 
@@ -528,6 +529,52 @@ def test_loads_and_prepares_while_there_are_graphs(tmp_path):
     losses.append(loss_of(model, 8))
     assert all(torch.equal(param, one) for param, one in zip(model.parameters(), wanted))
     losses[-1].backward()
+
+
+def in_thread(call):
+    """Calls it in a new thread, whose graphs have numbers from 0 on, and returns what it returns."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_graphs_of_other_threads_are_none_of_a_closed_session():
+    def train():
+        first = running()  # alive while the next session runs
+        assert whole().active
+        gm.close()
+        start()
+        module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+        second, optimizer = gm.prepare(module, sgd(module))
+        for loss in in_thread(lambda: [second(torch.ones(2, 64)).sum() for _ in range(30)]):
+            loss.backward()
+        del first, optimizer
+        return second
+
+    assert all(param.grad is not None for param in in_thread(train).parameters())
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_loads_after_an_interrupt_within_an_acquire(tmp_path, monkeypatch, weights):
+    model, optimizer = running(optimizer=sgd)
+    gm.save(tmp_path / "saved", model, optimizer)
+    wanted = [param.detach().clone() for param in model.parameters()]
+    step(model, optimizer, 3)
+    lib = gm.session().lib
+    acquire = lib.acquire
+
+    def interrupted(*arguments):
+        acquire(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lib, "acquire", interrupted)
+        loss_of(model, 4).backward()
+    if weights:
+        gm.load_weights(model, tmp_path / "saved")
+    else:
+        gm.load(tmp_path / "saved", model, optimizer)
+    assert all(torch.equal(param, one) for param, one in zip(model.parameters(), wanted))
+    step(model, optimizer, 3)
 
 
 def test_writes_between_passes_reach_master_copies():

@@ -700,6 +700,7 @@ def load_weights(session, model, folder, verify, progress, strict=False, states=
         with together(session, mesh):
             if not session.ranks or session.ranks.rank == 0:  # one rank reads all bytes for the others
                 folder.verify(wanted, progress)
+    session.holds.recover()  # an interrupt may be why the caller loads
     session.backward.settle()
     session.take_over_written()
     with torch.no_grad():

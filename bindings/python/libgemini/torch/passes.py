@@ -146,6 +146,8 @@ class Passes:
         Returns:
             Whether it is one of a whole model; see whole.py.
         """
+        if not self.session.manager.handle:  # other models' graphs may have the numbers of its calls
+            return False
         made = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
         nodes = [node for node in made if node is not None]
         calls = self.calls_of(nodes)
