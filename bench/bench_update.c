@@ -23,10 +23,11 @@ static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_D
 static const char *const state_names[] = { "fp32", "bf16", "8bit", NULL };
 static const uint32_t state_dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BLOCK8 };
 static const uint64_t state_widths[] = { 4, 2, 1 };
+static const char *const pass_names[] = { "both", "results", "states", NULL }; /* in the order of gemini_pass_t */
 static const char *const isa_names[] = { "best", "plain", "avx2", "avx512", NULL };
 
 static uint64_t thread_count, elements = UINT64_C(32) << 20, passes = 11;
-static uint32_t dtype = 1, states, isa;
+static uint32_t dtype = 1, states, isa, pass_kind;
 static bool own_param;
 static pthread_barrier_t barrier;
 
@@ -46,21 +47,31 @@ static uint64_t array_bytes(int array) { return elements * width_of(array); }
 /* --- the plain pass --- */
 
 typedef uint64_t block_t __attribute__((vector_size(64), may_alias));
-static volatile uint64_t nothing; /* always 0, but the compiler does not know that */
+static volatile uint64_t nothing;                 /* always 0, but the compiler does not know that */
+static _Thread_local volatile uint64_t last_seen; /* so that it must read */
 
 static inline __attribute__((always_inline)) void touch(void *dst, const void *src, uint64_t bytes,
                                                         const block_t *change) {
   for (uint64_t at = 0; at < bytes; at += sizeof(block_t))
     *(block_t *)((char *)dst + at) = *(const block_t *)((const char *)src + at) ^ *change;
 }
+static inline __attribute__((always_inline)) void look_at(const void *src, uint64_t bytes, block_t *seen) {
+  for (uint64_t at = 0; at < bytes; at += sizeof(block_t)) *seen ^= *(const block_t *)((const char *)src + at);
+}
 static inline __attribute__((always_inline)) void pass_over(char *const *a, uint64_t half) {
   const uint64_t widths[ARRAYS] = { [MOMENTUM] = width_of(MOMENTUM), width_of(VARIANCE), width_of(MASTER) };
   const block_t change = { nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing };
+  block_t seen = change;
   for (uint64_t i = 0; i < elements; i += 64) {
-    for (int array = MOMENTUM; array <= MASTER; array++)
-      touch(a[array] + i * widths[array], a[array] + i * widths[array], 64 * widths[array], &change);
-    touch(a[PARAM] + i * half, a[GRAD] + i * half, 64 * half, &change);
+    for (int array = MOMENTUM; array <= MASTER; array++) {
+      char *const at = a[array] + i * widths[array];
+      if (pass_kind == GEMINI_PASS_RESULTS) look_at(at, 64 * widths[array], &seen);
+      else touch(at, at, 64 * widths[array], &change);
+    }
+    if (pass_kind == GEMINI_PASS_STATES) look_at(a[GRAD] + i * half, 64 * half, &seen);
+    else touch(a[PARAM] + i * half, a[GRAD] + i * half, 64 * half, &change);
   }
+  if (pass_kind) last_seen = seen[0];
 }
 #ifdef __x86_64__
 __attribute__((target("avx512f"))) static void pass_avx512(char *const *a) {
@@ -96,11 +107,44 @@ static bool open_arrays(worker_t *w) {
   return true;
 }
 
+/* One of the two passes in which an update of the host may be made (GEMINI_UPDATE_PASSES). */
+static void run_pass(worker_t *w, const gemini_adamw_t *adamw) {
+  const gemini_update_range_t range = { elements, 0 };
+  gemini_update_walk_t walk = GEMINI_UPDATE_WALK_INIT;
+  walk.adamws = adamw, walk.rule_count = 1, walk.ranges = &range, walk.range_count = 1;
+  gemini_update_span_t span = { .struct_size = sizeof span,
+                                .tier = GEMINI_TIER_HOST,
+                                .element_count = elements,
+                                .arena_count = ARRAYS,
+                                .pass = pass_kind };
+  const bool is_results = pass_kind == GEMINI_PASS_RESULTS;
+  const struct {
+    uint32_t index;
+    int array;
+    bool reads, writes;
+  } of[ARRAYS] = { { walk.param_index, PARAM, false, is_results },
+                   { walk.grad_index, GRAD, true, false },
+                   { walk.master_index, MASTER, true, !is_results },
+                   { walk.momentum_index, MOMENTUM, true, !is_results },
+                   { walk.variance_index, VARIANCE, true, !is_results } };
+  for (int i = 0; i < ARRAYS; i++) {
+    void *const at = w->arrays[of[i].array];
+    span.ptr[of[i].index] = of[i].reads || of[i].writes ? at : NULL;
+    span.out[of[i].index] = of[i].writes || of[i].array == GRAD ? at : NULL;
+  }
+  gemini_update_walk(&walk, &span);
+  if (gemini_update_walk_status(&walk)) w->failed = true;
+}
+
 static void run_update(worker_t *w, uint64_t step) {
   gemini_adamw_t adamw = GEMINI_ADAMW_INIT;
   adamw.param_dtype = adamw.grad_dtype = dtypes[dtype];
   adamw.momentum_dtype = adamw.variance_dtype = state_dtypes[states];
   adamw.step = step;
+  if (pass_kind) {
+    run_pass(w, &adamw);
+    return;
+  }
   void *a[ARRAYS];
   memcpy(a, w->arrays, sizeof a);
   double sum;
@@ -153,6 +197,7 @@ int main(int argc, char **argv) {
     { "passes", CLI_U64, &passes, "passes of each kind, of which the median counts", 1, PASSES_MAX, NULL },
     { "dtype", CLI_CHOICE, &dtype, "of gradients and parameters", 0, 0, dtype_names },
     { "states", CLI_CHOICE, &states, "how momentum and variance are kept", 0, 0, state_names },
+    { "pass", CLI_CHOICE, &pass_kind, "of an update in two passes, with parameters of their own", 0, 0, pass_names },
     { "own-param", CLI_FLAG, &own_param, "parameters do not lie in their gradients' bytes", 0, 0, NULL },
     { "isa", CLI_CHOICE, &isa, "instructions of the update", 0, 0, isa_names },
     { NULL, 0, NULL, NULL, 0, 0, NULL },
@@ -161,6 +206,7 @@ int main(int argc, char **argv) {
   if (status >= 0) return status;
   if (!thread_count) thread_count = (uint64_t)sysconf(_SC_NPROCESSORS_ONLN);
   elements = (elements + 255) / 256 * 256;
+  own_param |= pass_kind != GEMINI_PASS_BOTH;
   if (isa && gemini_update_force_isa(isa_names[isa])) {
     cli_error(PROGRAM, "this machine has no %s", isa_names[isa]);
     return CLI_EXIT_FAILURE;
@@ -190,7 +236,9 @@ int main(int argc, char **argv) {
     ratios[pass] = plains[pass] / updates[pass];
   }
   const double params = (double)(elements * thread_count), update_s = median(updates), plain_s = median(plains);
-  const uint64_t bytes = 2 * (width_of(MASTER) + width_of(MOMENTUM) + width_of(VARIANCE) + width());
+  const uint64_t kept = width_of(MASTER) + width_of(MOMENTUM) + width_of(VARIANCE);
+  const uint64_t bytes = width() + kept + (pass_kind == GEMINI_PASS_RESULTS ? width() : kept) +
+                         (pass_kind == GEMINI_PASS_BOTH ? width() : 0);
   row_t row;
   row_begin(&row, PROGRAM, dtype_names[dtype]);
   row_value(&row, update_s / params, "s/parameter");
@@ -201,6 +249,7 @@ int main(int argc, char **argv) {
   row_u64(&row, "threads", thread_count);
   row_u64(&row, "parameters", elements * thread_count);
   row_text(&row, "states", state_names[states]);
+  row_text(&row, "pass", pass_names[pass_kind]);
   row_text(&row, "isa", gemini_update_isa());
   row_text(&row, "param", own_param ? "of its own" : "in the gradient's bytes");
   for (uint64_t t = 0; t < thread_count; t++) {
