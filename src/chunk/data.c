@@ -460,13 +460,11 @@ static gemini_status_t transfer_chunks(gmi_manager_t *m, const transfer_t *t, in
     gmi_wait_end(m, &wait);
     gmi_lock(m, function);
     gmi_chunk_unhold_host(m, c, !write_file);
+    if (!write_file) gmi_chunk_host_wrote(m, c);
     gmi_host_released(m, c);
-    if (!write_file) {
-      gmi_chunk_host_wrote(m, c);
-      if (done)
-        gmi_arena_each(m, gmi_arena_at(m, t->named->index), t->named_offset + (begin - r->offset), done,
-                       gmi_tensor_not_free, NULL);
-    }
+    if (!write_file && done)
+      gmi_arena_each(m, gmi_arena_at(m, t->named->index), t->named_offset + (begin - r->offset), done,
+                     gmi_tensor_not_free, NULL);
   }
   return status;
 }

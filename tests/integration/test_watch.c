@@ -254,7 +254,7 @@ static void test_each_kind_of_wait_says_what_for(void) {
 }
 
 /* ---- the system: calls of it that last */
-static gate_t *slow_pwrite, *slow_fallocate; /* where the next one stays */
+static gate_t *slow_pwrite, *slow_pread, *slow_fallocate; /* where the next one stays */
 static void pass_once(gate_t **gate) {
   gate_t *g = *gate;
   *gate = NULL;
@@ -264,6 +264,11 @@ ssize_t pwrite(int fd, const void *bytes, size_t size, off_t offset) {
   pass_once(&slow_pwrite);
   CHECK_EQ(lseek(fd, offset, SEEK_SET), offset);
   return write(fd, bytes, size);
+}
+ssize_t pread(int fd, void *bytes, size_t size, off_t offset) {
+  pass_once(&slow_pread);
+  CHECK_EQ(lseek(fd, offset, SEEK_SET), offset);
+  return read(fd, bytes, size);
 }
 int fallocate(int fd, int mode, off_t offset, off_t size) {
   (void)mode;
@@ -307,36 +312,49 @@ static void test_a_store_of_zeros_is_a_wait_without_the_lock(void) {
   scene_close(&s);
 }
 
-/* What is being stored cannot move while the host's budget shrinks; it does when the store ends. */
+/* What is being stored or loaded cannot move while the host's budget shrinks; it does at the end, with its new bytes. */
 static const uint8_t *host_address(const world_t *w, gemini_tensor_t tensor) {
   gemini_access_t a = world_whole(tensor, READ, HOST);
   CHECK_OK(gemini_acquire(w->mgr, &a, 1, w->stream));
   CHECK_OK(gemini_release(w->mgr, &a, 1, w->stream));
   return a.ptr;
 }
-static void test_a_store_ends_within_a_smaller_budget(void) {
-  scene_t s;
-  s.w = world_open(world_config(4, 32, 0));
-  for (int i = 0; i < 2; i++) {
-    const char *name = i ? "second" : "first";
-    s.t[i] = world_tensor(&s.w, world_arena(&s.w, GEMINI_KIND_OTHER, 1, name, 0, 0), name, W);
-    world_fill(&s.w, s.t[i], 0, W, HOST, 1 + (uint64_t)i);
+static void *load_second(void *user) {
+  scene_t *s = user;
+  gemini_access_t a = world_whole(s->t[1], 0, 0);
+  CHECK_OK(gemini_load(s->w.mgr, &a, target, 0));
+  return NULL;
+}
+static void test_stores_and_loads_end_within_a_smaller_budget(void) {
+  for (int loads = 0; loads < 2; loads++) {
+    scene_t s;
+    s.w = world_open(world_config(4, 32, 0));
+    for (int i = 0; i < 2; i++) {
+      const char *name = i ? "second" : "first";
+      s.t[i] = world_tensor(&s.w, world_arena(&s.w, GEMINI_KIND_OTHER, 1, name, 0, 0), name, W);
+      world_fill(&s.w, s.t[i], 0, W, HOST, 1 + (uint64_t)i);
+    }
+    gate_init(&s.gate);
+    const uint8_t *first = host_address(&s.w, s.t[0]), *above = host_address(&s.w, s.t[1]);
+    CHECK(above >= first + 2 * W); /* arenas lie apart */
+    FILE *file = tmpfile();
+    CHECK(file);
+    target = fileno(file);
+    if (loads) {
+      store_second(&s);
+      gemini_access_t a = world_whole(s.t[1], 0, 0);
+      CHECK_OK(gemini_zero(s.w.mgr, &a)); /* without bytes, until they are read */
+    }
+    *(loads ? &slow_pread : &slow_pwrite) = &s.gate;
+    pthread_t thread = start(loads ? load_second : store_second, &s);
+    while (sem_wait(&s.gate.reached)) continue;
+    CHECK_OK(gemini_budget_set(s.w.mgr, HOST, 2 * W));
+    CHECK(!sem_post(&s.gate.opened));
+    join(thread);
+    CHECK(host_address(&s.w, s.t[1]) == first + W);
+    fclose(file);
+    scene_close(&s); /* compares the bytes */
   }
-  gate_init(&s.gate);
-  const uint8_t *first = host_address(&s.w, s.t[0]), *above = host_address(&s.w, s.t[1]);
-  CHECK(above >= first + 2 * W); /* arenas lie apart */
-  FILE *file = tmpfile();
-  CHECK(file);
-  target = fileno(file);
-  slow_pwrite = &s.gate;
-  pthread_t thread = start(store_second, &s);
-  while (sem_wait(&s.gate.reached)) continue;
-  CHECK_OK(gemini_budget_set(s.w.mgr, HOST, 2 * W));
-  CHECK(!sem_post(&s.gate.opened));
-  join(thread);
-  CHECK(host_address(&s.w, s.t[1]) == first + W);
-  fclose(file);
-  scene_close(&s);
 }
 
 /* Files of traces and timelines may be anything that has a name: one that nobody reads, or writes, is waited for. */
@@ -840,7 +858,7 @@ int main(void) {
   RUN(test_a_call_that_waits_with_the_lock_hides_nothing);
   RUN(test_each_kind_of_wait_says_what_for);
   RUN(test_a_store_of_zeros_is_a_wait_without_the_lock);
-  RUN(test_a_store_ends_within_a_smaller_budget);
+  RUN(test_stores_and_loads_end_within_a_smaller_budget);
   RUN(test_files_of_traces_and_timelines_are_waits);
   RUN(test_space_in_files_is_a_wait);
   RUN(test_a_callback_that_hangs_is_named);
