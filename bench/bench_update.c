@@ -23,7 +23,7 @@ static const uint32_t dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_D
 static const char *const state_names[] = { "fp32", "bf16", "8bit", NULL };
 static const uint32_t state_dtypes[] = { GEMINI_DTYPE_F32, GEMINI_DTYPE_BF16, GEMINI_DTYPE_BLOCK8 };
 static const uint64_t state_widths[] = { 4, 2, 1 };
-static const char *const pass_names[] = { "both", "results", "states", NULL }; /* in the order of gemini_pass_t */
+static const char *const pass_names[] = { "both", "results", "states", NULL }; /* by GEMINI_PASS_BOTH and so on */
 static const char *const isa_names[] = { "best", "plain", "avx2", "avx512", NULL };
 
 static uint64_t thread_count, elements = UINT64_C(32) << 20, passes = 11;
@@ -121,16 +121,16 @@ static void run_pass(worker_t *w, const gemini_adamw_t *adamw) {
   const struct {
     uint32_t index;
     int array;
-    bool reads, writes;
-  } of[ARRAYS] = { { walk.param_index, PARAM, false, is_results },
-                   { walk.grad_index, GRAD, true, false },
-                   { walk.master_index, MASTER, true, !is_results },
-                   { walk.momentum_index, MOMENTUM, true, !is_results },
-                   { walk.variance_index, VARIANCE, true, !is_results } };
+    bool is_out;
+  } of[ARRAYS] = { { walk.param_index, PARAM, is_results },
+                   { walk.grad_index, GRAD, true }, /* as in all spans; nothing is written there */
+                   { walk.master_index, MASTER, !is_results },
+                   { walk.momentum_index, MOMENTUM, !is_results },
+                   { walk.variance_index, VARIANCE, !is_results } };
   for (int i = 0; i < ARRAYS; i++) {
     void *const at = w->arrays[of[i].array];
-    span.ptr[of[i].index] = of[i].reads || of[i].writes ? at : NULL;
-    span.out[of[i].index] = of[i].writes || of[i].array == GRAD ? at : NULL;
+    span.ptr[of[i].index] = of[i].array == PARAM && !is_results ? NULL : at;
+    span.out[of[i].index] = of[i].is_out ? at : NULL;
   }
   gemini_update_walk(&walk, &span);
   if (gemini_update_walk_status(&walk)) w->failed = true;
