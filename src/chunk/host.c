@@ -180,7 +180,7 @@ static uint32_t free_run(const gmi_manager_t *m, uint32_t hint, uint32_t count) 
 }
 
 /* Is work of jobs or transfers queued on the slot, for whomever it may have been? Its next owner waits for it. */
-static bool is_busy(const gmi_manager_t *m, uint32_t slot) {
+bool gmi_slot_is_busy(const gmi_manager_t *m, uint32_t slot) {
   const gmi_slot_t *s = &m->host.slots[slot];
   return atomic_load_explicit(&s->work_done, memory_order_relaxed) < s->work_queued;
 }
@@ -208,7 +208,7 @@ static uint32_t spare_choose(const gmi_manager_t *m, bool quiet) {
   uint32_t best = GMI_NONE, slot;
   int least = 4;
   for (walk_t w = { 0 }; least && walk_free(m, &w, &slot);) {
-    const bool busy = is_busy(m, slot);
+    const bool busy = gmi_slot_is_busy(m, slot);
     const int cost = 2 * !slot_is_committed(m, slot) + busy;
     if (cost < least && !(quiet && busy)) best = slot, least = cost;
   }
@@ -222,7 +222,7 @@ static uint32_t choose_slot(gmi_manager_t *m, const gmi_chunk_t *c) {
   uint32_t home = home_of(m, c), quiet = GMI_NONE,
            below = c->index ? gmi_chunk_slot(&a->chunks[c->index - 1]) : GMI_NONE;
   uint32_t above = c->index + 1 < atomic_load(&a->chunk_count) ? gmi_chunk_slot(&a->chunks[c->index + 1]) : GMI_NONE;
-  if (is_free(m, home) && is_busy(m, home)) quiet = spare_choose(m, true);
+  if (is_free(m, home) && gmi_slot_is_busy(m, home)) quiet = spare_choose(m, true);
   if (quiet != GMI_NONE && slot_is_committed(m, quiet)) return quiet; /* rather than wait for a second pass, say */
   if (is_free(m, home)) return home;
   if (below != GMI_NONE && below + 1 < m->host.slot_count && is_free(m, below + 1)) return below + 1;

@@ -64,6 +64,7 @@ void gmi_host_updated(gmi_manager_t *m, gmi_chunk_t *c);
 uint64_t gmi_host_allocs(gmi_manager_t *m); /* bytes in live heap blocks */
 /* A host acquire or a graph has ended: a chunk above a smaller budget can move now. */
 void gmi_host_released(gmi_manager_t *m, gmi_chunk_t *c);
+bool gmi_slot_is_busy(const gmi_manager_t *m, uint32_t slot); /* is there work on it that is not done? */
 /* Spare slots, for values that are speculated (chunk/speculate.h). How many may be taken now: those that are free and
  * that nothing has used in this iteration and the one before. */
 uint32_t gmi_host_spare(const gmi_manager_t *m);

@@ -95,8 +95,7 @@ static void use_slot(gmi_manager_t *m, gmi_job_t *job, uint32_t index) {
   job->after[job->slot_count] = slot->work_queued++;
   job->slots[job->slot_count++] = slot;
 }
-/* Does the update write the chunk without reading what it writes? */
-static bool is_result(const gmi_walk_t *k, const gmi_chunk_t *c) {
+bool gmi_chunk_is_result(const gmi_walk_t *k, const gmi_chunk_t *c) {
   bool result = false;
   for (uint32_t i = 0; i < k->u.arena_count; i++)
     result |= k->modes[i] == GEMINI_WRITE && k->arenas[i]->store == c->arena;
@@ -105,27 +104,29 @@ static bool is_result(const gmi_walk_t *k, const gmi_chunk_t *c) {
 void gmi_job_use_slots(const gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots, gmi_job_t *job) {
   gmi_manager_t *m = k->m;
   if (!gmi_fence_reached(m, k->after)) job->fences[job->fence_count++] = k->after;
-  for (uint32_t i = 0; i < p->count; i++) {
-    if (!is_result(k, p->chunks[i])) continue;
+  for (uint32_t i = 0; job->passes.now != GEMINI_PASS_STATES && i < p->count; i++) {
+    if (!gmi_chunk_is_result(k, p->chunks[i])) continue;
     use_slot(m, job, slots[i] != GMI_NONE ? slots[i] : gmi_chunk_slot(p->chunks[i]));
   }
   job->passes.result_count = job->slot_count;
   for (uint32_t i = 0; i < p->count; i++) {
-    const bool result = is_result(k, p->chunks[i]);
+    const bool result = gmi_chunk_is_result(k, p->chunks[i]);
     if (slots[i] != GMI_NONE && !result) use_slot(m, job, slots[i]);
     if (slots[i] == GMI_NONE ? !result : p->modes[i] & GEMINI_READ) use_slot(m, job, gmi_chunk_slot(p->chunks[i]));
   }
 }
 
-/* Can the piece have two passes? Then its parameters lie in chunks of their own, or in those of the gradients alone. */
-static bool has_two(const gmi_walk_t *k, const gmi_piece_t *p) {
-  bool moves = true;
-  if (!(k->u.flags & GEMINI_UPDATE_PASSES) || k->m->file.store || k->slicing.chunk || !gmi_piece_is_unit(k, p))
-    return false;
+bool gmi_unit_has_passes(const gmi_walk_t *k) {
+  return k->u.flags & GEMINI_UPDATE_PASSES && !k->m->file.store && !k->slicing.chunk &&
+         gmi_modes_have_passes(k->modes, k->u.arena_count);
+}
+/* Can the parameters leave the slots in which gradients are? */
+static bool results_may_move(const gmi_walk_t *k, const gmi_piece_t *p) {
+  bool may = true;
   for (uint32_t i = 0; i < p->count; i++)
-    moves &= !is_result(k, p->chunks[i]) || !(p->modes[i] & GEMINI_READ) ||
-             (gmi_chunk_slot(p->chunks[i]) < k->m->host.slot_count && gmi_chunk_may_move(p->chunks[i]));
-  return moves && gmi_modes_have_passes(k->modes, k->u.arena_count);
+    may &= !gmi_chunk_is_result(k, p->chunks[i]) || !(p->modes[i] & GEMINI_READ) ||
+           (gmi_chunk_slot(p->chunks[i]) < k->m->host.slot_count && gmi_chunk_may_move(p->chunks[i]));
+  return may;
 }
 
 /* Takes a spare slot for each chunk of parameters that holds gradients. False: there is none that no job uses any more,
@@ -135,7 +136,7 @@ static bool moves_take(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t *slot
   bool got = true;
   for (uint32_t i = 0; i < p->count; i++) {
     slots[i] = GMI_NONE;
-    if (got && is_result(k, p->chunks[i]) && p->modes[i] & GEMINI_READ)
+    if (got && gmi_chunk_is_result(k, p->chunks[i]) && p->modes[i] & GEMINI_READ)
       got = gmi_host_spare(m) > 0 && gmi_host_spare_take(m, true, &slots[i]);
   }
   for (uint32_t i = 0; !got && i < p->count; i++)
@@ -143,10 +144,32 @@ static bool moves_take(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t *slot
   return got;
 }
 
+gmi_job_t *gmi_job_of_states(gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots) {
+  gmi_manager_t *m = k->m;
+  bool here = gmi_unit_has_passes(k) && results_may_move(k, p);
+  for (uint32_t i = 0; here && i < p->count; i++) {
+    const gmi_chunk_t *c = p->chunks[i];
+    if (!(p->modes[i] & GEMINI_READ)) continue;
+    here = gmi_chunk_has(c, GMI_VALID_HOST) && gmi_chunk_has_slot(c) && gmi_chunk_slot(c) < m->host.slot_count &&
+           !gmi_fence_place(m, m->host.slots[gmi_chunk_slot(c)].fence);
+  }
+  gmi_job_t *job = here ? gmi_job_beside(k, p, slots) : NULL;
+  if (!job) return NULL;
+  job->passes.now = GEMINI_PASS_STATES;
+  job->zero_count = 0; /* the first pass has cleared what is behind the results */
+  return job;
+}
+void gmi_job_drop(gmi_job_t *job) {
+  if (job && job->user_refs) atomic_fetch_sub(job->user_refs, 1);
+  free(job);
+}
+
 bool gmi_piece_in_passes(gmi_walk_t *k, gmi_piece_t *p) {
   gmi_manager_t *m = k->m;
   uint32_t slots[GMI_PIECE_CHUNKS];
-  if (gmi_piece_to_host(k, p) || !has_two(k, p) || !moves_take(k, p, slots)) return false;
+  if (gmi_piece_to_host(k, p) || !gmi_unit_has_passes(k) || !gmi_piece_is_unit(k, p) || !results_may_move(k, p) ||
+      !moves_take(k, p, slots))
+    return false;
   gemini_status_t status = GEMINI_OK;
   for (uint32_t i = 0; !status && i < p->count; i++)
     status = gmi_fence_place(m, m->host.slots[gmi_chunk_slot(p->chunks[i])].fence);

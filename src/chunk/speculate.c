@@ -27,7 +27,7 @@
 
 typedef struct {
   gmi_chunk_t *chunk;
-  uint32_t slot; /* for its new values; GMI_NONE: the update only reads it */
+  uint32_t slot; /* for its new values; GMI_NONE: they are not computed, or the update only reads it */
 } spec_chunk_t;
 typedef struct gmi_spec {
   struct gmi_spec *next, *previous;
@@ -36,6 +36,7 @@ typedef struct gmi_spec {
   const gmi_arena_t *arenas[GMI_UPDATE_ARENAS];
   uint32_t modes[GMI_UPDATE_ARENAS];
   uint32_t arena_count, count;
+  bool results;          /* these alone: the states are updated in place once it is taken over */
   spec_chunk_t chunks[]; /* [count] */
 } gmi_spec_t;
 
@@ -88,22 +89,25 @@ bool gmi_spec_take(gmi_walk_t *k, const gmi_piece_t *p, bool device) {
   gmi_manager_t *m = k->m;
   gmi_spec_t *s = gmi_chunk_spec(p->chunks[0]);
   if (!s) return false;
-  if (!is_of(s, k, p) || gmi_piece_is_pinned(p) || (device && needs_slots(p))) {
+  uint32_t slots[GMI_PIECE_CHUNKS];
+  gmi_job_t *states = NULL;
+  bool usable = is_of(s, k, p) && !gmi_piece_is_pinned(p) && !(device && (s->results || needs_slots(p)));
+  for (uint32_t i = 0; usable && i < s->count; i++) slots[i] = s->chunks[i].slot;
+  if (usable && s->results) usable = (states = gmi_job_of_states(k, p, slots)) != NULL;
+  if (!usable) {
     gmi_spec_drop(m, s);
     return false;
   }
   forget(m, s);
-  bool taken = gmi_attempt_take(m, s->attempt, p->next_use, p->two_passes);
+  const bool taken = gmi_attempt_take(m, s->attempt, p->next_use, p->two_passes);
+  if (states && taken) gmi_job_use_slots(k, p, slots, states);
   for (uint32_t i = 0; i < s->count; i++) {
-    spec_chunk_t *c = &s->chunks[i];
-    if (c->slot == GMI_NONE) continue;
-    if (!taken) {
-      gmi_host_spare_give(m, c->slot);
-      continue;
-    }
-    gmi_host_spare_bind(m, c->slot, c->chunk);
-    gmi_chunk_host_wrote(m, c->chunk);
+    if (slots[i] != GMI_NONE && taken) gmi_host_spare_bind(m, slots[i], p->chunks[i]);
+    if (slots[i] != GMI_NONE && !taken) gmi_host_spare_give(m, slots[i]);
+    if (taken && p->modes[i] & GEMINI_WRITE) gmi_chunk_host_wrote(m, p->chunks[i]);
   }
+  if (states && taken) gmi_workers_push(m, states);
+  else gmi_job_drop(states);
   add_figure(taken ? &m->stats.committed_elements : &m->stats.dropped_elements, s->end - s->begin);
   free(s);
   return taken;
@@ -125,41 +129,65 @@ static bool chunk_is_ready(gmi_manager_t *m, gmi_chunk_t *c, uint32_t mode) {
   return gmi_chunk_unsettle(c, GMI_CHUNK_WRITERS);
 }
 
-/* Looks at all chunks before anything changes. *missing_out: slots that copies of gradients need. */
-static bool is_ready(gmi_walk_t *k, gmi_piece_t *p, uint32_t *written_out, uint32_t *missing_out) {
-  *written_out = *missing_out = 0;
-  bool ready = gmi_piece_is_unit(k, p);
+/* Does what is speculated write the chunk? */
+static bool is_written(const gmi_walk_t *k, const gmi_piece_t *p, uint32_t i, bool results) {
+  return p->modes[i] & GEMINI_WRITE && (!results || gmi_chunk_is_result(k, p->chunks[i]));
+}
+
+/* Looks at all chunks before anything changes. */
+static bool is_ready(gmi_walk_t *k, gmi_piece_t *p) {
+  bool ready = gmi_piece_is_unit(k, p), writes = false;
   for (uint32_t i = 0; ready && i < p->count; i++) {
     ready = chunk_is_ready(k->m, p->chunks[i], p->modes[i]);
-    *written_out += (p->modes[i] & GEMINI_WRITE) != 0;
-    *missing_out += (p->modes[i] & GEMINI_READ) && !gmi_chunk_has_slot(p->chunks[i]);
+    writes |= p->modes[i] & GEMINI_WRITE;
   }
-  return ready && *written_out;
+  return ready && writes;
+}
+/* Slots that the new values and the copies of gradients need. */
+static uint32_t slots_needed(const gmi_walk_t *k, const gmi_piece_t *p, bool results) {
+  uint32_t need = 0;
+  for (uint32_t i = 0; i < p->count; i++) {
+    need += is_written(k, p, i, results);
+    need += (p->modes[i] & GEMINI_READ) && !gmi_chunk_has_slot(p->chunks[i]);
+  }
+  return need;
+}
+
+/* Does a job still use states of the unit? Then the gradients that it reads may have the slot that is spare for results
+ * (chunk/passes.c), and to take another one would leave none for gradients that come. */
+static bool states_are_busy(const gmi_walk_t *k, const gmi_piece_t *p) {
+  bool busy = false;
+  for (uint32_t i = 0; i < p->count; i++)
+    busy |= p->modes[i] == GEMINI_READ_WRITE && !gmi_chunk_is_result(k, p->chunks[i]) &&
+            gmi_slot_is_busy(k->m, gmi_chunk_slot(p->chunks[i]));
+  return busy;
 }
 
 /* Brings the gradients to the host, and takes a spare slot for each written chunk. False: some could not be had, and
  * nothing has changed but where gradients are. The bytes of the record's chunks are held on the host by the caller. */
-static bool slots_take(gmi_manager_t *m, const gmi_piece_t *p, gmi_spec_t *s, uint32_t *slots) {
+static bool slots_take(const gmi_walk_t *k, const gmi_piece_t *p, gmi_spec_t *s, uint32_t *slots) {
+  gmi_manager_t *m = k->m;
   bool got = true;
   for (uint32_t i = 0; got && i < p->count; i++)
     if (p->modes[i] & GEMINI_READ) got = !gmi_chunk_to_host(m, p->chunks[i], false, GEMINI_REASON_UPDATE);
   for (uint32_t i = 0; i < p->count; i++) {
     s->chunks[i] = (spec_chunk_t){ p->chunks[i], GMI_NONE };
-    if (got && p->modes[i] & GEMINI_WRITE) got = gmi_host_spare_take(m, false, &s->chunks[i].slot);
+    if (got && is_written(k, p, i, s->results)) got = gmi_host_spare_take(m, false, &s->chunks[i].slot);
     slots[i] = s->chunks[i].slot;
     s->count++;
   }
   return got;
 }
 
-static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p) {
+static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p, bool results) {
   gmi_manager_t *m = k->m;
   gmi_spec_t *s = calloc(1, sizeof *s + p->count * sizeof *s->chunks);
   gmi_attempt_t *attempt = calloc(1, sizeof *attempt);
   gmi_job_t *job = NULL;
   uint32_t slots[GMI_PIECE_CHUNKS];
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_hold_host(m, p->chunks[i], false);
-  if (s && attempt && slots_take(m, p, s, slots)) job = gmi_job_beside(k, p, slots);
+  if (s) s->results = results;
+  if (s && attempt && slots_take(k, p, s, slots)) job = gmi_job_beside(k, p, slots);
   for (uint32_t i = 0; i < p->count; i++) gmi_chunk_unhold_host(m, p->chunks[i], false);
   if (!job) {
     for (uint32_t i = 0; s && i < s->count; i++)
@@ -180,6 +208,7 @@ static bool unit_speculate(gmi_walk_t *k, gmi_piece_t *p) {
   s->previous = m->update.last_spec;
   *(s->previous ? &s->previous->next : &m->update.first_spec) = s;
   m->update.last_spec = s;
+  if (results) job->passes.now = GEMINI_PASS_RESULTS, job->passes.alone = true;
   gmi_job_use_slots(k, p, slots, job);
   for (uint32_t i = 0; i < s->count; i++) gmi_chunk_spec_set(m, s->chunks[i].chunk, s);
   job->next_use = UINT64_MAX; /* behind all that is certain */
@@ -193,17 +222,20 @@ void gmi_speculate(gmi_walk_t *k, uint32_t stream) {
   gmi_piece_t p = { 0 };
   if (m->file.store) return;
   for (uint64_t at = k->u.first_element, end = at + k->u.element_count; at < end; at = p.end) {
-    uint32_t written, missing;
+    bool results;
     gmi_piece_at(k, at, end, &p);
-    if (!is_ready(k, &p, &written, &missing)) continue;
-    if (!m->trace.advice->unit_ahead(m, k->arenas[0]->index, at, k->unit)) continue;
-    if (gmi_host_spare(m) < written + missing) gmi_host_spare_reclaim(m);
-    if (gmi_host_spare(m) < written + missing) break;
+    if (!is_ready(k, &p)) continue;
+    if (!m->trace.advice->unit_ahead(m, k->arenas[0]->index, at, k->unit, &results)) continue;
+    results = results && gmi_unit_has_passes(k);
+    if (results && states_are_busy(k, &p)) continue;
+    const uint32_t need = slots_needed(k, &p, results);
+    if (gmi_host_spare(m) < need) gmi_host_spare_reclaim(m);
+    if (gmi_host_spare(m) < need) break;
     /* Memory that was never used is committed first, which takes long, but only once: no part of the operator. */
     gmi_pause_t pause = { 0 };
-    const bool slow = !gmi_host_spare_is_committed(m, written + missing);
+    const bool slow = !gmi_host_spare_is_committed(m, need);
     if (slow) m->trace.observer->pause_begins(m, stream, true, &pause);
-    const bool done = unit_speculate(k, &p);
+    const bool done = unit_speculate(k, &p, results);
     if (slow) m->trace.observer->pause_ends(m, stream, &pause);
     if (!done) break; /* the next one would have no memory, either */
   }

@@ -22,8 +22,16 @@ bool gmi_piece_is_unit(const gmi_walk_t *k, const gmi_piece_t *p);
 /* The job of a unit that writes the new values of chunk i of the piece to slots[i], or in place if that is GMI_NONE;
  * its slots are not in use yet. NULL: no memory for it. */
 struct gmi_job *gmi_job_beside(gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots);
+/* The job of the second pass of a unit whose first one has written to slots[i], where that is not GMI_NONE; its slots
+ * are not in use yet. NULL: bytes of it have left the host since, or no memory; nothing has changed. */
+struct gmi_job *gmi_job_of_states(gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots);
+void gmi_job_drop(struct gmi_job *job); /* one whose slots are not in use; NULL is allowed */
 /* Counts the job in its slots, those of results first, and lists what it waits for. */
 void gmi_job_use_slots(const gmi_walk_t *k, const gmi_piece_t *p, const uint32_t *slots, struct gmi_job *job);
+/* Does the update write the chunk without reading what it writes? */
+bool gmi_chunk_is_result(const gmi_walk_t *k, const gmi_chunk_t *c);
+/* Can a unit have two passes? Then its results lie in chunks of their own, or in those of the gradients alone. */
+bool gmi_unit_has_passes(const gmi_walk_t *k);
 /* Queues the piece on the host, in two passes. False: it cannot have two, or there is no spare memory for it; nothing
  * has changed but where bytes are. */
 bool gmi_piece_in_passes(gmi_walk_t *k, gmi_piece_t *p);

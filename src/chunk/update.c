@@ -389,8 +389,6 @@ static gemini_status_t walk_check(gmi_walk_t *k, const gemini_update_t *theirs, 
   if (u->flags & GEMINI_UPDATE_PART && u->flags & GEMINI_UPDATE_COMMIT)
     return gmi_fail(GEMINI_ERR_INVALID, 0, "flags is %#x: GEMINI_UPDATE_PART does not go with GEMINI_UPDATE_COMMIT",
                     u->flags);
-  /* An update that returns when it is done would only do more. */
-  if (!(u->flags & (GEMINI_UPDATE_LATE | GEMINI_UPDATE_SPECULATE))) u->flags &= ~(uint32_t)GEMINI_UPDATE_PASSES;
   if (u->reserved) return gmi_fail(GEMINI_ERR_INVALID, 0, "reserved is %u, must be 0", u->reserved);
   if (!u->arenas || !u->modes || (!u->fn && !u->try_fn))
     return gmi_fail(GEMINI_ERR_INVALID, 0, "arenas, modes or fn is NULL");
@@ -588,6 +586,12 @@ static bool leaves_to_others(gmi_walk_t *k, const gmi_piece_t *p, uint32_t updat
   return true;
 }
 
+/* May its pieces run in two passes? An update that returns when it is done would only do more. */
+static bool has_late_passes(const gmi_walk_t *k) {
+  const uint32_t both = GEMINI_UPDATE_PASSES | GEMINI_UPDATE_LATE;
+  return (k->u.flags & both) == both;
+}
+
 /* Queues what can be queued now, and defers the rest. No failure is returned: the update has been accepted. */
 static void walk_run(gmi_walk_t *k, uint32_t index) {
   gmi_manager_t *m = k->m;
@@ -598,7 +602,7 @@ static void walk_run(gmi_walk_t *k, uint32_t index) {
     uint32_t number = (uint32_t)(p.begin / k->unit - k->u.first_element / k->unit);
     bool device = m->trace.advice->piece_on_device(m, index, number);
     p.next_use = m->trace.advice->piece_use(m, index, number);
-    p.two_passes = m->trace.advice->two_passes(m, index, number);
+    p.two_passes = has_late_passes(k) && m->trace.advice->two_passes(m, index, number);
     if (gmi_spec_take(k, &p, device)) {
       gmi_rest_queued(m->update.deferred, k->tail, &p);
       continue;
@@ -697,7 +701,7 @@ static gemini_status_t walk(gmi_walk_t *k, uint32_t stream) {
   gmi_trace_update_t record = { .arena_count = k->u.arena_count,
                                 .first_element = k->u.first_element,
                                 .element_count = k->u.element_count,
-                                .passes = (k->u.flags & GEMINI_UPDATE_PASSES) != 0 };
+                                .passes = has_late_passes(k) };
   for (uint32_t i = 0; i < k->u.arena_count; i++) {
     record.arenas[i] = k->arenas[i]->index;
     record.modes[i] = k->modes[i];

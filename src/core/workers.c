@@ -26,9 +26,10 @@
 enum {
   WORKERS_LIMIT = 256,
   INTERVALS_LIMIT = 16384,
+  COLD = 3, /* first iterations, in which memory is committed beside the workers */
   PASSES = GEMINI_PASS_STATES + 1,
   LOOK = 32,        /* unready jobs that one pass examines at either end of the queue: bounds its cost */
-  LOOK_NS = 200000, /* time between two passes while there is other work */
+  LOOK_NS = 200000, /* time between two passes while there is other work; a quarter of it if that is second passes */
   WAITERS = 2       /* workers that may block on unready jobs */
 };
 enum {
@@ -45,24 +46,26 @@ typedef struct {
 } worker_t;
 
 /* lock guards all fields that change after gmi_workers_open(), and the jobs' private fields. Invariants: every job in
- * the ready list is also in the list from first to last; no job before queued is JOB_QUEUED. */
+ * the ready list, or that of queued ones, is also in the list from first to last; jobs are in the second one while they are
+ * JOB_QUEUED. */
 typedef struct gmi_workers {
   pthread_mutex_t lock; /* taken after the manager's lock; the locks of the device are taken under it */
   /* more: workers wait here for jobs. done: callers, and workers in prepare(), wait here for finished work. */
   pthread_cond_t more, done;
-  gmi_job_t *first, *last;       /* unfinished jobs in the order of submission */
-  gmi_job_t *queued;             /* where a search for JOB_QUEUED starts; NULL: there is none */
-  gmi_job_t *ready, *ready_last; /* JOB_CAME, or JOB_READY with slices left; sorted by next use, then by age */
-  uint64_t looked_ns;            /* time of the last pass over the queue */
-  uint32_t waiters;              /* workers in prepare() */
-  uint64_t pending;              /* jobs queued or running */
-  uint64_t deferred;             /* the deferred ones among them */
-  uint64_t submitted;            /* jobs ever submitted */
-  uint64_t finished;             /* jobs and other work ever finished: an event counter for waits */
-  gemini_status_t failure;       /* of the first update that did not run, or whose function failed; never reset */
+  gmi_job_t *first, *last;         /* unfinished jobs in the order of submission */
+  gmi_job_t *queued, *queued_last; /* JOB_QUEUED, in the order of submission */
+  gmi_job_t *ready, *ready_last;   /* JOB_CAME, or JOB_READY with slices left; sorted by next use, then by age */
+  uint64_t looked_ns;              /* time of the last pass over the queue */
+  uint32_t waiters;                /* workers in prepare() */
+  uint64_t pending;                /* jobs queued or running */
+  uint64_t deferred;               /* the deferred ones among them */
+  uint64_t submitted;              /* jobs ever submitted */
+  uint64_t finished;               /* jobs and other work ever finished: an event counter for waits */
+  gemini_status_t failure;         /* of the first update that did not run, or whose function failed; never reset */
   int64_t failure_code;
   char failure_text[440]; /* in words */
   uint64_t begun_states;  /* second passes */
+  uint64_t iterations;    /* that have begun */
   bool stop;
   uint32_t thread_count;
   /* By pass. updated: by slices of updates, all in all; begun: at the begins of the last iteration but one, and the
@@ -143,31 +146,42 @@ static bool goes_before(const gmi_job_t *a, const gmi_job_t *b) {
 }
 static void add_ready(gmi_workers_t *l, gmi_job_t *job) {
   gmi_job_t **link = &l->ready; /* short: backward passes add at the start of the list, whole updates at its end */
-  if (l->ready && goes_before(l->ready_last, job)) link = &l->ready_last->next_ready;
-  while (*link && goes_before(*link, job)) link = &(*link)->next_ready;
-  job->next_ready = *link;
+  if (l->ready && goes_before(l->ready_last, job)) link = &l->ready_last->lane.next;
+  while (*link && goes_before(*link, job)) link = &(*link)->lane.next;
+  job->lane.next = *link;
   *link = job;
-  if (!job->next_ready) l->ready_last = job;
+  if (!job->lane.next) l->ready_last = job;
 }
 static void take_first_ready(gmi_workers_t *l) {
-  l->ready = l->ready->next_ready;
+  l->ready = l->ready->lane.next;
   if (!l->ready) l->ready_last = NULL;
 }
+static void enter_queue(gmi_workers_t *l, gmi_job_t *job) {
+  job->state = JOB_QUEUED;
+  job->lane.next = NULL;
+  job->lane.previous = l->queued_last;
+  *(l->queued_last ? &l->queued_last->lane.next : &l->queued) = job;
+  l->queued_last = job;
+}
 static void leave_queue(gmi_workers_t *l, gmi_job_t *job, uint32_t state) {
+  if (job->state == JOB_QUEUED) {
+    *(job->lane.previous ? &job->lane.previous->lane.next : &l->queued) = job->lane.next;
+    *(job->lane.next ? &job->lane.next->lane.previous : &l->queued_last) = job->lane.previous;
+  }
   job->state = state;
-  while (l->queued && l->queued->state != JOB_QUEUED) l->queued = l->queued->next;
 }
 
 /* Moves jobs that have become ready to the ready list. */
 static void look(gmi_workers_t *l, bool from_end) {
   uint32_t waiting = 0;
-  for (gmi_job_t *job = from_end ? l->last : l->queued; l->queued && job && waiting < LOOK;
-       job = from_end ? job->previous : job->next) {
-    if (job->state == JOB_QUEUED && is_ready(l, job)) {
-      leave_queue(l, job, JOB_CAME);
-      add_ready(l, job);
+  for (gmi_job_t *job = from_end ? l->queued_last : l->queued, *next; job && waiting < LOOK; job = next) {
+    next = from_end ? job->lane.previous : job->lane.next;
+    if (!is_ready(l, job)) {
+      waiting++;
+      continue;
     }
-    waiting += job->state == JOB_QUEUED;
+    leave_queue(l, job, JOB_CAME);
+    add_ready(l, job);
   }
 }
 
@@ -177,7 +191,8 @@ static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
   /* No second pass before the first ones that can run. */
-  if (!l->ready || l->ready->passes.now == GEMINI_PASS_STATES || now_ns - l->looked_ns >= LOOK_NS) {
+  const uint64_t least_ns = !l->ready ? 0 : l->ready->passes.now == GEMINI_PASS_STATES ? LOOK_NS / 4 : LOOK_NS;
+  if (now_ns - l->looked_ns >= least_ns) {
     l->looked_ns = now_ns;
     look(l, false);
     look(l, true);
@@ -291,8 +306,8 @@ static void attempt_unref(gmi_attempt_t *attempt) {
 }
 static void to_next_use(gmi_workers_t *l, gmi_job_t *job, uint64_t next_use) {
   gmi_job_t *before = NULL, *at = l->ready;
-  for (; at && at != job; at = at->next_ready) before = at;
-  if (at) *(before ? &before->next_ready : &l->ready) = job->next_ready;
+  for (; at && at != job; at = at->lane.next) before = at;
+  if (at) *(before ? &before->lane.next : &l->ready) = job->lane.next;
   if (at && l->ready_last == job) l->ready_last = before;
   job->next_use = next_use;
   if (at) add_ready(l, job);
@@ -324,14 +339,18 @@ static void slots_done(const gmi_job_t *job, uint32_t first, uint32_t end) {
   for (uint32_t i = first; i < end; i++) atomic_fetch_add_explicit(&job->slots[i]->work_done, 1, memory_order_release);
 }
 
-/* Begins the second pass of a job whose first one is done: behind all that is wanted soon, and before what is
- * speculated, unless a thread waits for it. Gradients are written again in the other order than parameters are used, so
- * the job that was begun last comes first. Releases the lock to wake streams; the job may be gone then. */
+/* The next use of a second pass: behind all that is wanted soon, and before what is speculated. Gradients are written
+ * again in the other order than parameters are used, so the one that was begun last comes first. Called with the lock
+ * held. */
+static uint64_t states_use(gmi_workers_t *l) { return UINT64_MAX - 1 - l->begun_states++; }
+
+/* Begins the second pass of a job whose first one is done. Releases the lock to wake streams; the job may be gone
+ * then. */
 static void begin_states(gmi_workers_t *l, gmi_job_t *job) {
   slots_done(job, 0, job->passes.result_count);
   job->passes.now = GEMINI_PASS_STATES;
   job->next_element = job->done_elements = 0;
-  job->next_use = job->awaited ? 0 : UINT64_MAX - 1 - l->begun_states++;
+  job->next_use = job->awaited ? 0 : states_use(l);
   add_ready(l, job);
   l->finished++;
   pthread_cond_broadcast(&l->done);
@@ -378,7 +397,7 @@ static void *work(void *user) {
     if (job->state == JOB_READY) run_slice(l, job, me->index);
     else prepare(l, job);
     if (job->done_elements < job->span.element_count) continue;
-    if (job->passes.now == GEMINI_PASS_RESULTS) begin_states(l, job);
+    if (job->passes.now == GEMINI_PASS_RESULTS && !job->passes.alone) begin_states(l, job);
     else finish(l, job);
   }
   pthread_mutex_unlock(&l->lock);
@@ -445,11 +464,11 @@ void gmi_workers_push(gmi_manager_t *m, gmi_job_t *job) {
   job->next = NULL;
   job->previous = l->last;
   job->number = ++l->submitted;
-  job->state = JOB_QUEUED;
+  enter_queue(l, job);
   job->next_element = job->done_elements = 0;
+  if (job->passes.now == GEMINI_PASS_STATES) job->next_use = states_use(l);
   *(l->last ? &l->last->next : &l->first) = job;
   l->last = job;
-  if (!l->queued) l->queued = job;
   l->pending++;
   l->deferred += job->deferred;
   pthread_cond_signal(&l->more);
@@ -555,6 +574,8 @@ void gmi_workers_idle(gmi_manager_t *m, uint64_t finished) {
 /* The slices of part of an iteration are not like the others: those beside the backward pass share the memory with its
  * copies. Called with the lock held. */
 static double rate(gmi_workers_t *l, uint32_t pass) {
+  /* A plan without two passes would never correct what was measured of them then. */
+  if (pass != GEMINI_PASS_BOTH && l->iterations <= COLD) return 0;
   const uint64_t elements = l->passes[pass].updated.elements - l->passes[pass].begun[0].elements;
   if (elements)
     l->passes[pass].ns_per_element = (l->passes[pass].updated.ns - l->passes[pass].begun[0].ns) / (double)elements;
@@ -566,9 +587,11 @@ void gmi_workers_iteration(gmi_manager_t *m) {
   pthread_mutex_lock(&l->lock);
   for (uint32_t pass = 0; pass < PASSES; pass++) {
     (void)rate(l, pass);
-    l->passes[pass].begun[0] = l->passes[pass].begun[1];
+    const bool cold = pass != GEMINI_PASS_BOTH && l->iterations <= COLD;
+    l->passes[pass].begun[0] = cold ? l->passes[pass].updated : l->passes[pass].begun[1];
     l->passes[pass].begun[1] = l->passes[pass].updated;
   }
+  l->iterations++;
   pthread_mutex_unlock(&l->lock);
 }
 

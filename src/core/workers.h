@@ -41,7 +41,9 @@ struct gmi_job {
   uint8_t *const *outs[8];   /* the same for what fn writes; NULL: as chunks */
   gmi_attempt_t *attempt;    /* of a job that is speculated; else NULL */
   struct {
-    uint32_t now;          /* GEMINI_PASS_RESULTS: the job has two passes, and this is the first */
+    uint32_t now;          /* GEMINI_PASS_RESULTS: the first of two passes. STATES, set by the caller: the second one of
+                            * a job that is done */
+    bool alone;            /* RESULTS: the second one is not this job's */
     uint32_t writes[2];    /* bit per arena: what the first and the second pass write; 0: it cannot have two */
     uint32_t result_count; /* the first ones of slots: of results, which are done after the first pass */
   } passes;
@@ -58,7 +60,9 @@ struct gmi_job {
   uint32_t element_bytes[8]; /* for each arena */
   /* private to workers.c; guarded by its lock */
   uint64_t next_element, done_elements; /* elements of the span handed to workers; finished; in this pass */
-  gmi_job_t *next_ready;
+  struct {
+    gmi_job_t *next, *previous; /* previous: while it is queued */
+  } lane;                       /* among those that are queued, or ready */
   uint32_t state;
   bool awaited; /* a thread waits for it */
 };

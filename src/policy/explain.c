@@ -117,7 +117,7 @@ static void say_groups(writer_t *c, const gmi_plan_input_t *input, const gmi_pla
 uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan, const char *const *op_names,
                           char *text, uint64_t size_bytes) {
   writer_t c = { text, size_bytes, 0 };
-  uint64_t evicts = plan->evict_first[plan->op_count], for_update = 0, ahead = 0, passes = 0, largest = 0,
+  uint64_t evicts = plan->evict_first[plan->op_count], for_update = 0, ahead = 0, results = 0, passes = 0, largest = 0,
            largest_chunks = 0;
   uint32_t largest_op = 0;
   for (uint64_t e = 0; e < evicts; e++) for_update += (plan->evicts[e].flags & GMI_EVICT_FOR_UPDATE) != 0;
@@ -149,10 +149,14 @@ uint64_t gmi_plan_explain(const gmi_plan_input_t *input, const gmi_plan_t *plan,
       evicts, plan->evict_dirty_count, mib(plan->evict_dirty_count, input->link_bytes), for_update);
   say(&c, "updates: %" PRIu64 " pieces on the device, %" PRIu64 " on the host", plan->device_piece_count,
       plan->piece_count - plan->device_piece_count);
-  for (uint32_t p = 0; p < plan->piece_count; p++) ahead += plan->piece_ahead[p];
+  for (uint32_t p = 0; p < plan->piece_count; p++) {
+    ahead += plan->piece_ahead[p] == GMI_AHEAD_ALL;
+    results += plan->piece_ahead[p] == GMI_AHEAD_RESULTS;
+  }
   if (ahead > 0) say(&c, ", %" PRIu64 " of these computed ahead", ahead);
   for (uint32_t p = 0; p < plan->piece_count; p++) passes += plan->piece_passes[p];
   if (passes > 0) say(&c, ", %" PRIu64 " in two passes", passes);
+  if (results > 0) say(&c, ", of %" PRIu64 " the first one ahead", results);
   say(&c, "\n");
   say_groups(&c, input, plan);
   if (plan->file_chunks > 0)

@@ -269,6 +269,7 @@ bool gmi_plan_fits(const gmi_plan_input_t *input, const gmi_plan_t *plan) {
     if (plan->evicts[e].chunk >= plan->chunk_count) return false;
   for (uint32_t p = 0; p < plan->piece_count; p++)
     if ((plan->piece_ahead[p] && (plan->piece_on_device[p] || input->pieces[p].ahead_slots == 0)) ||
+        plan->piece_ahead[p] > (plan->piece_passes[p] ? GMI_AHEAD_RESULTS : GMI_AHEAD_ALL) ||
         (plan->piece_passes[p] && (plan->piece_on_device[p] || input->pieces[p].result_ns == 0)))
       return false;
   return true;

@@ -24,12 +24,17 @@
 #define MAX_CANDIDATES 64
 #define TIME_LIMIT_NS (UINT64_C(1) << 59)
 
+/* ONE: in one pass each, or ahead, while there are spare slots. PASSES: in two, or ahead, if slots are left. RESULTS: in
+ * two, the first of them ahead. MOST, HALF: three quarters, or half of them so, the rest in one. BOTH: as RESULTS, but
+ * with the slots that are left, all is computed ahead. */
+enum { HOST_ONE, HOST_PASSES, HOST_RESULTS, HOST_MOST, HOST_HALF, HOST_BOTH };
+
 typedef struct candidate {
   uint32_t device_count;         /* number of pieces that run on the device: the first ones of planner_t.order */
   uint32_t reduce;               /* frames that MIN does not use, so that fetches can start earlier */
   uint32_t ring;                 /* not 0: gmi_spread_make() with such a ring takes the place of MIN */
   uint32_t hold;                 /* number of pieces, at most device_count, whose states stay on the device for good */
-  bool two_passes;               /* of host pieces */
+  uint8_t host;                  /* how host pieces run: HOST_* */
   uint64_t predicted_ns, copies; /* chunks fetched and written back */
 } candidate_t;
 
@@ -46,8 +51,8 @@ typedef struct planner {
   uint64_t bound;
   /* [chunk_count] 1: pinned; 2: state chunk of a device piece that stays for good; 0: neither */
   uint8_t *held;
-  bool two_passes; /* of the next candidate */
-  bool files;      /* the host has no room for all states, so the states of device pieces stay on the device for good */
+  uint8_t host; /* of the next candidate */
+  bool files;   /* the host has no room for all states, so the states of device pieces stay on the device for good */
   uint8_t *on_device; /* [piece_count] */
   uint32_t *stamp;    /* [chunk_count] scratch: marks chunks that were counted */
   uint32_t stamp_now, candidates;
@@ -282,26 +287,38 @@ static bool is_state(const gmi_plan_input_t *input, uint32_t chunk) {
 /* Has host pieces run in two passes, if the candidate says so, and computed ahead, while there are spare slots: those
  * first whose chunks are used soonest afterwards, as their uses could wait least. Passes come first, as they take fewer
  * slots for the time that they gain. What is computed ahead keeps slots busy that gradients then wait for, unless as
- * many are left as the passes take. */
+ * many are left as the passes take. Where first passes are computed ahead, all of a piece is if it has the longest time
+ * until its next use: that is less work, but more of it before the step. */
 static void choose_host(const planner_t *p, gmi_plan_t *plan) {
+  const uint32_t pieces = p->input->piece_count;
   uint64_t left = p->input->spare_slots, passes = 0;
   for (uint32_t c = 0; p->input->chunk_has_slot != NULL && c < p->input->chunk_count; c++)
     left += plan->stays[c] && p->input->chunk_has_slot[c] && is_state(p->input, c);
-  for (uint32_t i = 0; p->two_passes && i < p->input->piece_count; i++) {
+  const bool results = p->host != HOST_ONE && p->host != HOST_PASSES;
+  uint32_t most = p->host == HOST_ONE ? 0 : pieces;
+  if (p->host == HOST_MOST || p->host == HOST_HALF) {
+    most = 0;
+    for (uint32_t i = 0; i < pieces; i++) most += !plan->piece_on_device[i];
+    most = (uint32_t)((uint64_t)most * (p->host == HOST_MOST ? 3 : 2) / 4);
+  }
+  for (uint32_t i = 0; i < pieces && most > 0; i++) {
     const uint32_t piece = p->facts.pieces_by_gap[i], slots = p->input->pieces[piece].pass_slots;
     if (p->input->pieces[piece].result_ns == 0 || plan->piece_on_device[piece] || slots > left) continue;
+    most--;
     left -= slots;
     passes += slots;
     plan->piece_passes[piece] = 1;
+    if (results && p->facts.can_ahead[piece]) plan->piece_ahead[piece] = GMI_AHEAD_RESULTS;
   }
-  if (left < passes) return;
-  for (uint32_t i = 0; i < p->input->piece_count; i++) {
-    const uint32_t piece = p->facts.pieces_by_gap[i];
+  if ((results && p->host != HOST_BOTH) || (p->host == HOST_PASSES && left < passes)) return;
+  for (uint32_t i = 0; i < pieces; i++) {
+    const uint32_t piece = p->facts.pieces_by_gap[p->host == HOST_BOTH ? pieces - 1 - i : i];
     uint32_t slots = p->input->pieces[piece].ahead_slots;
-    if (plan->piece_passes[piece]) slots -= p->input->pieces[piece].pass_slots; /* they serve both */
+    if (plan->piece_passes[piece]) /* they serve both */
+      slots -= p->input->pieces[piece].pass_slots < slots ? p->input->pieces[piece].pass_slots : slots;
     if (!p->facts.can_ahead[piece] || plan->piece_on_device[piece] || slots > left) continue;
     left -= slots;
-    plan->piece_ahead[piece] = 1;
+    plan->piece_ahead[piece] = GMI_AHEAD_ALL;
   }
 }
 
@@ -326,13 +343,13 @@ static bool is_better(const candidate_t *a, const candidate_t *b) {
   if (a->reduce != b->reduce) return a->reduce < b->reduce;
   if (a->ring != b->ring) return a->ring < b->ring;
   if (a->hold != b->hold) return a->hold < b->hold;
-  return a->two_passes < b->two_passes;
+  return a->host < b->host;
 }
 
 /* Notes the candidate whose plan has just been made. */
 static void note_candidate(planner_t *p, uint32_t device_count, uint32_t reduce, uint32_t ring, uint32_t hold) {
   const uint64_t copies = p->plan.fetch_count + p->plan.evict_dirty_count;
-  p->at = (candidate_t){ device_count, reduce, ring, hold, p->two_passes, p->plan.predicted_ns, copies };
+  p->at = (candidate_t){ device_count, reduce, ring, hold, p->host, p->plan.predicted_ns, copies };
   if (is_better(&p->at, &p->best)) p->best = p->at;
 }
 
@@ -517,17 +534,59 @@ static gemini_status_t try_holds(planner_t *p, uint32_t fits) {
   return status;
 }
 
-/* Tries the best candidate with host pieces in two passes, which have to gain a 64th: what they read twice is traffic
- * of the host's memory that no model knows. */
-static gemini_status_t try_two_passes(planner_t *p) {
-  bool kept, can = false;
-  for (uint32_t i = 0; i < p->input->piece_count; i++) can |= p->input->pieces[i].result_ns > 0;
-  if (!can || !may_go_on(p, 0)) return GEMINI_OK;
-  const candidate_t before = p->best;
-  p->two_passes = true;
-  gemini_status_t status = try_candidate(p, p->best.device_count, p->best.reduce, p->best.hold, &kept);
-  if (p->best.predicted_ns + before.predicted_ns / 64 >= before.predicted_ns) p->best = before;
-  p->two_passes = p->best.two_passes;
+/* The counts of pieces on the device that have been tried, or bound those that are. */
+typedef struct tried {
+  uint32_t counts[MAX_CANDIDATES + 8], count;
+} tried_t;
+
+/* Tries halfway between the best count and its neighbours, until they are adjacent or no more than spare is left of the
+ * work. */
+static gemini_status_t try_halves(planner_t *p, tried_t *tried, uint32_t reduce, uint64_t spare) {
+  gemini_status_t status = GEMINI_OK;
+  for (bool refined = true; refined && status == GEMINI_OK;) {
+    refined = false;
+    qsort(tried->counts, tried->count, sizeof *tried->counts, compare_count);
+    uint32_t best = 0, halves[2], half_count = 0;
+    for (uint32_t j = 0; j < tried->count; j++)
+      if (tried->counts[j] == p->best.device_count) best = j;
+    const uint32_t *at = &tried->counts[best];
+    if (best > 0 && at[0] - at[-1] > 1) halves[half_count++] = at[-1] + (at[0] - at[-1]) / 2;
+    if (best + 1 < tried->count && at[1] - at[0] > 1) halves[half_count++] = at[0] + (at[1] - at[0]) / 2;
+    for (uint32_t h = 0; h < half_count && status == GEMINI_OK && may_go_on(p, spare) && tried->count < MAX_CANDIDATES;
+         h++) {
+      bool kept;
+      status = try_candidate(p, halves[h], reduce, 0, &kept);
+      if (status == GEMINI_OK && !kept) status = try_candidate(p, halves[h], 0, 0, &kept);
+      tried->counts[tried->count++] = halves[h];
+      refined = true;
+    }
+  }
+  return status;
+}
+
+/* Tries the best candidate with host pieces in two passes, and where first passes can be computed ahead, other counts
+ * from least to most with that. Passes have to gain a 64th: what they read twice is traffic of the host's memory that
+ * no model knows. */
+static gemini_status_t try_passes(planner_t *p, uint32_t least, uint32_t most) {
+  bool kept, can = false, can_ahead = false;
+  for (uint32_t i = 0; i < p->input->piece_count; i++) {
+    can |= p->input->pieces[i].result_ns > 0;
+    can_ahead |= p->input->pieces[i].result_ns > 0 && p->facts.can_ahead[i];
+  }
+  const candidate_t one = p->best;
+  gemini_status_t status = GEMINI_OK;
+  for (p->host = HOST_PASSES; can && p->host <= HOST_BOTH && status == GEMINI_OK && may_go_on(p, 0); p->host++) {
+    candidate_t before = p->best;
+    if (p->host != HOST_PASSES && !can_ahead) break;
+    if (p->host == HOST_RESULTS) p->best.device_count = NONE;
+    status = try_candidate(p, before.device_count, before.reduce, before.hold, &kept);
+    if (p->host != HOST_RESULTS || status != GEMINI_OK) continue;
+    tried_t tried = { { least, before.device_count, most }, 3 };
+    if (p->best.device_count != NONE) status = try_halves(p, &tried, before.reduce, WORK_LIMIT / 5);
+    if (is_better(&before, &p->best)) p->best = before;
+  }
+  if (p->best.predicted_ns + one.predicted_ns / 64 >= one.predicted_ns) p->best = one;
+  p->host = p->best.host;
   return status;
 }
 
@@ -536,49 +595,31 @@ static gemini_status_t try_two_passes(planner_t *p) {
  * 1. Tries 0, with all reductions; if host and files are short of room, the least number that leaves them enough.
  * 2. Tries fits, quarters of it, all, and halfway between fits and all. With more than fits pieces on the device some
  *    states come and go. If the host is short of room, all is fits.
- * 3. Tries halfway between the best count and its neighbours, until they are adjacent or the work is used up.
- * 4. Unless the host is short of room, tries to have states stay (try_holds()).
+ * 3. Tries halfway between the best count and its neighbours (try_halves()).
+ * 4. Unless the host is short of room, tries two passes (try_passes()), and to have states stay (try_holds()).
  * 5. Tries all reductions with the best count. */
 static gemini_status_t plan_auto(planner_t *p) {
   bool done;
   gemini_status_t status = plan_all(p, &done);
   if (status != GEMINI_OK || done) return status;
-  uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count, count = 0, tried[MAX_CANDIDATES + 8];
+  uint32_t fits = count_that_fits(p), all = p->files ? fits : p->order_count;
   const uint32_t least = count_that_must(p, fits), over = fits - least;
   const uint32_t grid[] = {
     fits, least + over / 2, all, least + over / 4, least + (uint32_t)(((uint64_t)over * 3) / 4), fits + (all - fits) / 2
   };
   status = try_reductions(p, least, 0, WORK_LIMIT / 4 * 3);
   uint32_t reduce = p->best.reduce; /* a reduction that suits no device pieces is a reasonable start with some */
-  tried[count++] = least;
+  tried_t tried = { { least }, 1 };
   for (uint32_t i = 0; i < sizeof grid / sizeof *grid && status == GEMINI_OK && may_go_on(p, 0); i++) {
     bool known = false, kept;
-    for (uint32_t j = 0; j < count; j++) known = known || tried[j] == grid[i];
+    for (uint32_t j = 0; j < tried.count; j++) known = known || tried.counts[j] == grid[i];
     if (known) continue;
     status = try_candidate(p, grid[i], reduce, 0, &kept);
     if (status == GEMINI_OK && !kept) status = try_candidate(p, grid[i], 0, 0, &kept);
-    tried[count++] = grid[i];
+    tried.counts[tried.count++] = grid[i];
   }
-  for (bool refined = true; refined && status == GEMINI_OK;) {
-    refined = false;
-    qsort(tried, count, sizeof *tried, compare_count);
-    uint32_t best = 0, halves[2], half_count = 0;
-    for (uint32_t j = 0; j < count; j++)
-      if (tried[j] == p->best.device_count) best = j;
-    if (best > 0 && tried[best] - tried[best - 1] > 1)
-      halves[half_count++] = tried[best - 1] + (tried[best] - tried[best - 1]) / 2;
-    if (best + 1 < count && tried[best + 1] - tried[best] > 1)
-      halves[half_count++] = tried[best] + (tried[best + 1] - tried[best]) / 2;
-    for (uint32_t h = 0;
-         h < half_count && status == GEMINI_OK && may_go_on(p, WORK_LIMIT / 5 * 2) && count < MAX_CANDIDATES; h++) {
-      bool kept;
-      status = try_candidate(p, halves[h], reduce, 0, &kept);
-      if (status == GEMINI_OK && !kept) status = try_candidate(p, halves[h], 0, 0, &kept);
-      tried[count++] = halves[h];
-      refined = true;
-    }
-  }
-  if (status == GEMINI_OK && !p->files) status = try_two_passes(p);
+  if (status == GEMINI_OK) status = try_halves(p, &tried, reduce, WORK_LIMIT / 5 * 2);
+  if (status == GEMINI_OK && !p->files) status = try_passes(p, least, all);
   if (status == GEMINI_OK && !p->files && p->input->home_slots == 0) status = try_holds(p, fits);
   if (status == GEMINI_OK && p->best.device_count != 0 && may_go_on(p, 0))
     status = try_reductions(p, p->best.device_count, p->best.hold, 0);
@@ -734,13 +775,12 @@ gemini_status_t gmi_plan_make(const gmi_plan_input_t *input, gmi_plan_t *plan_ou
     if (status == GEMINI_OK && input->piece_count == 0 && p.best.predicted_ns > p.plan.compute_ns)
       status = try_spreads(&p);
   }
-  if (status == GEMINI_OK &&
-      (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce || p.at.ring != p.best.ring ||
-       p.at.hold != p.best.hold || p.at.two_passes != p.best.two_passes)) {
+  if (status == GEMINI_OK && (p.at.device_count != p.best.device_count || p.at.reduce != p.best.reduce ||
+                              p.at.ring != p.best.ring || p.at.hold != p.best.hold || p.at.host != p.best.host)) {
     /* The last candidate is not the best: make the best again. Keeping one plan at a time bounds memory. */
     bool kept;
     spread_t outcome;
-    p.two_passes = p.best.two_passes;
+    p.host = p.best.host;
     status = p.best.ring > 0 ? try_spread(&p, p.best.ring, &outcome)
                              : try_candidate(&p, p.best.device_count, p.best.reduce, p.best.hold, &kept);
   }

@@ -28,7 +28,8 @@
  * take the place of the old values after its op; nothing sees them before.
  *
  * A host piece may run in two *passes*: the first one computes the shared chunks alone, which an op then may fetch, the
- * second one the states, when the workers have nothing else to do. Together they take longer than one.
+ * second one the states, when the workers have nothing else to do. Together they take longer than one. The first pass
+ * may be computed ahead as well, the second one then comes after the piece's op.
  *
  * The plan covers one iteration and repeats: the chunks resident at its begin are resident at its end. */
 #ifndef GMI_POLICY_H
@@ -63,7 +64,9 @@ typedef struct gmi_plan_piece {
    * ahead_op, or by another piece, or in a group. */
   uint32_t ahead_slots;
   uint32_t ahead_op;   /* it can be computed ahead when this op has ended; at most after_op */
-  uint32_t pass_slots; /* spare slots that its two passes take, as the second one reads the gradients once more */
+  /* Spare slots that its two passes take, as the second one reads the gradients once more, or before that for what the
+   * first one writes ahead. */
+  uint32_t pass_slots;
   uint64_t host_ns;    /* duration on all host workers together */
   uint64_t result_ns, state_ns; /* likewise, of its two passes; 0: it cannot have two */
   uint64_t device_ns;           /* duration on the device when nothing else runs */
@@ -137,6 +140,9 @@ static inline uint32_t gmi_plan_largest_piece(const gmi_plan_input_t *input) {
   return largest;
 }
 
+/* RESULTS: the first one of its two passes. */
+enum { GMI_AHEAD_NONE, GMI_AHEAD_ALL, GMI_AHEAD_RESULTS };
+
 #define GMI_NO_PIECE UINT32_MAX
 typedef struct gmi_plan_move {
   uint32_t chunk;
@@ -172,7 +178,7 @@ typedef struct gmi_plan {
   gmi_plan_move_t *evicts;    /* sorted by op, within an op like fetches */
   uint32_t *evict_first;      /* [op_count + 1] */
   uint8_t *piece_on_device;   /* [piece_count] */
-  uint8_t *piece_ahead;       /* [piece_count] 1: a host piece that is computed ahead */
+  uint8_t *piece_ahead;       /* [piece_count] GMI_AHEAD_*: what of a host piece is computed ahead */
   uint8_t *piece_passes;      /* [piece_count] 1: a host piece that has two passes, unless it is done before its op */
   uint8_t *resident_at_start; /* [chunk_count] 1: on the device, or being fetched, when the iteration begins */
   uint8_t *stays;             /* [chunk_count] 1: never leaves the device under this plan */

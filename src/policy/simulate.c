@@ -17,6 +17,8 @@
  *   Until its own op has, the workers take it behind all others; of several, the one submitted first.
  * - A host piece in two passes is done with its shared chunks after the first one. The second one comes behind all
  *   pieces whose next use is known, and before those that are computed ahead; of several, the one that was begun last.
+ *   If the first one is computed ahead, the second one waits for the end of the piece's op. It is not computed ahead
+ *   while the second one of the iteration before is not done.
  * - If the host lacks room for all states, the last pieces of an iteration are streamed: their states are read from
  *   files before the update and written after it, a few pieces at a time. They run after the other host
  *   pieces, in order; an update waits for its read and for the write-backs of its chunks.
@@ -111,7 +113,8 @@ typedef struct machine {
   uint32_t *last_taker;
   uint32_t *next_taker;  /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
   uint64_t ahead_count;  /* pieces submitted to be computed ahead so far */
-  uint8_t *had_first;    /* [piece_count] 1: its second pass is left */
+  uint8_t *had_first;    /* [piece_count] 1: its second pass is left, and waits for its op if it is not taken over */
+  uint8_t *too_late;     /* [piece_count] 1: it could not be computed ahead this time */
   uint64_t states_count; /* first passes so far */
   uint64_t owed_ns;      /* work of submitted pieces that are not done */
   uint64_t ops_before;   /* ops of all iterations before this one */
@@ -203,9 +206,15 @@ static uint32_t pop(heap_t *heap) {
   return piece;
 }
 
+static bool is_taken_over(const machine_t *m, uint32_t piece) { return m->next_use[piece] < AHEAD; }
+
 /* What is computed ahead is not wanted soon, before it is taken over. */
 static bool in_two_passes(const machine_t *m, uint32_t piece) {
-  return m->plan->piece_passes[piece] && m->next_use[piece] < STATES;
+  return m->plan->piece_ahead[piece] == GMI_AHEAD_RESULTS ||
+         (m->plan->piece_passes[piece] && m->next_use[piece] < STATES);
+}
+static uint64_t ready_key(machine_t *m, uint32_t piece) {
+  return m->had_first[piece] ? AHEAD - 2 - m->states_count++ : m->next_use[piece];
 }
 
 /* Runs the piece that the workers take next if it starts before before_ns. Returns false if there is no such piece.
@@ -217,7 +226,7 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   if (start_ns >= before_ns) return false;
   while (m->coming.count > 0 && m->coming.items[0].key <= start_ns) {
     uint32_t piece = pop(&m->coming);
-    push(&m->ready, m->next_use[piece], piece);
+    push(&m->ready, ready_key(m, piece), piece);
   }
   uint32_t piece = pop(&m->ready), from = input->pieces[piece].chunk_first, to = gmi_plan_piece_end(input, piece);
   uint64_t work_ns = input->pieces[piece].host_ns;
@@ -230,7 +239,7 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
     m->owed_ns += work_ns + input->pieces[piece].state_ns - input->pieces[piece].host_ns;
     to = from + input->pieces[piece].shared_count;
     m->had_first[piece] = 1;
-    push(&m->ready, AHEAD - 2 - m->states_count++, piece);
+    if (is_taken_over(m, piece)) push(&m->ready, ready_key(m, piece), piece);
   }
   m->idle.update_ns = start_ns + work_ns;
   m->owed_ns -= work_ns;
@@ -276,10 +285,15 @@ static bool is_ahead(const machine_t *m, uint32_t piece) {
          m->facts->input->pieces[piece].ahead_op < m->facts->input->pieces[piece].after_op;
 }
 
-/* Submits the pieces that are computed ahead from the end of op. */
+/* Submits the pieces that are computed ahead from the end of op, but first passes only where the second one of the step
+ * before is done: its gradients have the spare slot. */
 static void submit_ahead(machine_t *m, uint32_t op) {
-  for (uint32_t i = m->facts->op_ahead_first[op]; i < m->facts->op_ahead_first[op + 1]; i++)
-    if (is_ahead(m, m->facts->op_ahead[i])) submit(m, m->facts->op_ahead[i], AHEAD + m->ahead_count++);
+  for (uint32_t i = m->facts->op_ahead_first[op]; i < m->facts->op_ahead_first[op + 1]; i++) {
+    const uint32_t piece = m->facts->op_ahead[i];
+    if (!is_ahead(m, piece)) continue;
+    m->too_late[piece] = m->plan->piece_ahead[piece] == GMI_AHEAD_RESULTS && m->ready_ns[piece] != NOT_SUBMITTED;
+    if (!m->too_late[piece]) submit(m, piece, AHEAD + m->ahead_count++);
+  }
 }
 
 /* Submits the host pieces of op, which has ended. Of those computed ahead, what is left is urgent from now on. */
@@ -289,8 +303,9 @@ static void submit_pieces(machine_t *m, uint32_t op) {
     uint32_t piece = m->facts->op_pieces_by_use[i], next = m->facts->piece_use[piece];
     const uint64_t use = next == NONE ? AHEAD - 1 : m->ops_before + next;
     if (m->plan->piece_on_device[piece]) continue;
-    if (is_ahead(m, piece)) {
+    if (is_ahead(m, piece) && !m->too_late[piece]) {
       m->next_use[piece] = use;
+      if (m->had_first[piece]) push(&m->coming, m->idle.stream_ns, piece);
       changed = true;
     } else if (m->streamed[piece] == 0) {
       submit(m, piece, use);
@@ -661,6 +676,18 @@ static void find_fresh(machine_t *m, uint8_t *resident) {
   }
 }
 
+/* Tables that end together, all zero at first. */
+typedef struct rooms {
+  void *items[32];
+  uint32_t count;
+  bool failed; /* no memory for one of them */
+} rooms_t;
+static void *room(rooms_t *rooms, size_t count, size_t size) {
+  void *item = rooms->items[rooms->count++] = calloc(count + 1, size);
+  rooms->failed |= item == NULL;
+  return item;
+}
+
 gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_t *iterations_out) {
   const gmi_plan_input_t *input = facts->input;
   if (!gmi_plan_fits(input, plan)) return GEMINI_ERR_INVALID;
@@ -669,44 +696,41 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   machine_t m = { .facts = facts, .plan = plan };
   m.runs.capacity = evicts + input->op_count + 2;
   if (m.runs.capacity > (uint64_t)input->frame_count + 2) m.runs.capacity = (uint64_t)input->frame_count + 2;
-  m.runs.ring = malloc(m.runs.capacity * sizeof *m.runs.ring);
-  m.host_ready_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.host_ready_ns);
-  m.fetching.start_ns = malloc((fetches + 1) * sizeof *m.fetching.start_ns);
-  m.coming.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.coming.items);
-  m.ready.items = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready.items);
-  m.ready_ns = malloc(((size_t)input->piece_count + 1) * sizeof *m.ready_ns);
-  m.next_use = malloc(((size_t)input->piece_count + 1) * sizeof *m.next_use);
-  m.blocked = calloc((size_t)input->piece_count + 1, sizeof *m.blocked);
-  m.had_first = calloc((size_t)input->piece_count + 1, sizeof *m.had_first);
-  m.last_taker = malloc(((size_t)input->chunk_count + 1) * sizeof *m.last_taker);
-  m.next_taker = malloc((piece_chunks + 1) * sizeof *m.next_taker);
-  if (input->pieces_apart) m.updated_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.updated_ns);
-  m.fresh = calloc(input->op_count, sizeof *m.fresh);
-  m.streamed = calloc((size_t)input->piece_count + 1, sizeof *m.streamed);
-  m.queue.pieces = calloc((size_t)input->piece_count + 1, sizeof *m.queue.pieces);
-  m.queue.ns = calloc((size_t)input->piece_count + 1, sizeof *m.queue.ns);
-  m.groups.start_ns = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.start_ns);
-  m.groups.behind = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.behind);
-  m.groups.here = calloc((size_t)input->groups.gather_count + input->groups.sum_count + 1, 1);
-  m.groups.host_ns = calloc((size_t)input->groups.gather_count + 1, sizeof *m.groups.host_ns);
-  m.groups.taken = calloc((size_t)input->groups.gather_count + 1, 1);
-  m.groups.updated_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.groups.updated_ns);
-  m.groups.came_ns = calloc((size_t)input->chunk_count + 1, sizeof *m.groups.came_ns);
-  m.groups.op_end_ns = calloc((size_t)input->op_count + 1, sizeof *m.groups.op_end_ns);
-  m.groups.sum_ready_ns = calloc(input->groups.sum_count ? (size_t)input->chunk_count + 1 : 1, sizeof(uint64_t));
-  m.groups.gather_ns = calloc((size_t)input->groups.group_count + 1, sizeof *m.groups.gather_ns);
-  m.groups.sum_ns = calloc((size_t)input->groups.group_count + 1, sizeof *m.groups.sum_ns);
+  rooms_t rooms = { .count = 0 };
+  const size_t chunks = input->chunk_count, pieces = input->piece_count, ops = input->op_count;
+  const size_t gathers = input->groups.gather_count, sums = input->groups.sum_count;
+  m.runs.ring = room(&rooms, m.runs.capacity, sizeof *m.runs.ring);
+  m.host_ready_ns = room(&rooms, chunks, sizeof *m.host_ready_ns);
+  m.fetching.start_ns = room(&rooms, fetches, sizeof *m.fetching.start_ns);
+  m.coming.items = room(&rooms, pieces, sizeof *m.coming.items);
+  m.ready.items = room(&rooms, pieces, sizeof *m.ready.items);
+  m.ready_ns = room(&rooms, pieces, sizeof *m.ready_ns);
+  m.next_use = room(&rooms, pieces, sizeof *m.next_use);
+  m.blocked = room(&rooms, pieces, sizeof *m.blocked);
+  m.had_first = room(&rooms, pieces, sizeof *m.had_first);
+  m.too_late = room(&rooms, pieces, sizeof *m.too_late);
+  m.last_taker = room(&rooms, chunks, sizeof *m.last_taker);
+  m.next_taker = room(&rooms, piece_chunks, sizeof *m.next_taker);
+  if (input->pieces_apart) m.updated_ns = room(&rooms, chunks, sizeof *m.updated_ns);
+  m.fresh = room(&rooms, ops, sizeof *m.fresh);
+  m.streamed = room(&rooms, pieces, sizeof *m.streamed);
+  m.queue.pieces = room(&rooms, pieces, sizeof *m.queue.pieces);
+  m.queue.ns = room(&rooms, pieces, sizeof *m.queue.ns);
+  m.groups.start_ns = room(&rooms, gathers, sizeof *m.groups.start_ns);
+  m.groups.behind = room(&rooms, gathers, sizeof *m.groups.behind);
+  m.groups.here = room(&rooms, gathers + sums, sizeof *m.groups.here);
+  m.groups.host_ns = room(&rooms, gathers, sizeof *m.groups.host_ns);
+  m.groups.taken = room(&rooms, gathers, sizeof *m.groups.taken);
+  m.groups.updated_ns = room(&rooms, chunks, sizeof *m.groups.updated_ns);
+  m.groups.came_ns = room(&rooms, chunks, sizeof *m.groups.came_ns);
+  m.groups.op_end_ns = room(&rooms, ops, sizeof *m.groups.op_end_ns);
+  m.groups.sum_ready_ns = room(&rooms, sums ? chunks : 0, sizeof *m.groups.sum_ready_ns);
+  m.groups.gather_ns = room(&rooms, input->groups.group_count, sizeof *m.groups.gather_ns);
+  m.groups.sum_ns = room(&rooms, input->groups.group_count, sizeof *m.groups.sum_ns);
+  uint8_t *resident = room(&rooms, chunks, sizeof *resident);
   if (!plan->traffic) plan->traffic = calloc((size_t)input->groups.group_count + 1, sizeof *plan->traffic);
-  uint8_t *resident = malloc((size_t)input->chunk_count + 1);
   gemini_status_t status = GEMINI_ERR_OOM_SYSTEM;
-  if (m.runs.ring == NULL || m.host_ready_ns == NULL || m.fetching.start_ns == NULL || m.coming.items == NULL ||
-      m.ready.items == NULL || m.ready_ns == NULL || m.next_use == NULL || m.blocked == NULL || m.had_first == NULL ||
-      m.last_taker == NULL || m.next_taker == NULL || (input->pieces_apart && m.updated_ns == NULL) ||
-      m.fresh == NULL || m.streamed == NULL || m.queue.pieces == NULL || m.queue.ns == NULL || resident == NULL ||
-      m.groups.start_ns == NULL || m.groups.behind == NULL || m.groups.here == NULL || m.groups.host_ns == NULL ||
-      m.groups.taken == NULL || m.groups.updated_ns == NULL || m.groups.came_ns == NULL || m.groups.op_end_ns == NULL ||
-      m.groups.sum_ready_ns == NULL || m.groups.gather_ns == NULL || m.groups.sum_ns == NULL || plan->traffic == NULL)
-    goto end;
+  if (rooms.failed || !plan->traffic) goto end;
 
   status = GEMINI_ERR_INVALID;
   uint64_t held = input->ops[input->op_count - 1].heap_frames;
@@ -745,7 +769,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   for (uint32_t op = 0; op < input->op_count; op++) plan->compute_ns += input->ops[op].compute_ns;
   for (uint32_t p = 0; p < input->piece_count; p++) {
     if (plan->piece_on_device[p]) *(input->pieces_apart ? &apart_ns : &plan->compute_ns) += input->pieces[p].device_ns;
-    else if (plan->piece_passes[p]) plan->update_busy_ns += input->pieces[p].result_ns + input->pieces[p].state_ns;
+    else if (plan->piece_passes[p] && plan->piece_ahead[p] != GMI_AHEAD_ALL)
+      plan->update_busy_ns += input->pieces[p].result_ns + input->pieces[p].state_ns;
     else plan->update_busy_ns += input->pieces[p].host_ns;
   }
   plan->file_chunks = m.file_chunks;
@@ -763,33 +788,6 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   if (iterations_out != NULL) *iterations_out = iteration;
   status = GEMINI_OK;
 end:
-  free(m.runs.ring);
-  free(m.host_ready_ns);
-  free(m.fetching.start_ns);
-  free(m.coming.items);
-  free(m.ready.items);
-  free(m.ready_ns);
-  free(m.next_use);
-  free(m.blocked);
-  free(m.had_first);
-  free(m.last_taker);
-  free(m.next_taker);
-  free(m.updated_ns);
-  free(m.fresh);
-  free(m.streamed);
-  free(m.queue.pieces);
-  free(m.queue.ns);
-  free(resident);
-  free(m.groups.start_ns);
-  free(m.groups.behind);
-  free(m.groups.here);
-  free(m.groups.host_ns);
-  free(m.groups.taken);
-  free(m.groups.updated_ns);
-  free(m.groups.came_ns);
-  free(m.groups.op_end_ns);
-  free(m.groups.sum_ready_ns);
-  free(m.groups.gather_ns);
-  free(m.groups.sum_ns);
+  for (uint32_t i = 0; i < rooms.count; i++) free(rooms.items[i]);
   return status;
 }

@@ -127,9 +127,9 @@ void gmi_tracer_take_plan(gmi_manager_t *m, variant_t *v, const gmi_plan_bundle_
   uint64_t slots = 0;
   for (uint32_t p = 0; p < v->bundle.plan.piece_count; p++) {
     const gmi_plan_piece_t *piece = &v->bundle.input.pieces[p];
-    slots += v->bundle.plan.piece_ahead[p]    ? piece->ahead_slots
-             : v->bundle.plan.piece_passes[p] ? piece->pass_slots
-                                              : 0;
+    slots += v->bundle.plan.piece_ahead[p] == GMI_AHEAD_ALL ? piece->ahead_slots
+             : v->bundle.plan.piece_passes[p]               ? piece->pass_slots
+                                                            : 0;
   }
   gmi_host_spare_expect(m, slots);
 }
@@ -379,8 +379,9 @@ static void note_ahead(gmi_tracer_t *t, variant_t *v, uint32_t piece) {
   trace->ahead_ops[piece] = gmi_tracer_ops(t) - 1;
 }
 
-bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit) {
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool *results_out) {
   gmi_tracer_t *t = m->trace.tracer;
+  *results_out = false;
   variant_t *v = gmi_tracer_active_variant(t);
   for (uint32_t u = 0; v && v->bundle.made && u < v->trace.update_count; u++) {
     const gmi_trace_update_t *update = &v->trace.updates[u];
@@ -390,6 +391,7 @@ bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, u
     uint32_t piece = (uint32_t)(element / unit - update->first_element / unit);
     if (!gmi_tracer_ops(t) || !planned_piece(m, u, &piece)) return true;
     note_ahead(t, v, piece);
+    *results_out = v->bundle.ahead && v->bundle.plan.piece_ahead[piece] == GMI_AHEAD_RESULTS;
     return v->bundle.ahead ? v->bundle.plan.piece_ahead[piece] : !v->bundle.plan.piece_on_device[piece];
   }
   return true;

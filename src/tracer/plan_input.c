@@ -188,7 +188,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
     for (uint64_t at = update->first_element; at < end; pieces++) {
       uint64_t stop = (at / unit + 1) * unit < end ? (at / unit + 1) * unit : end;
       uint64_t begin = chunks;
-      uint32_t shared = 0, written = 0, read = 0;
+      uint32_t shared = 0, written = 0, read = 0, results = 0;
       for (int pass = 0; pass < 2; pass++) {
         for (uint32_t k = 0; k < update->arena_count; k++) {
           gmi_arena_t *a = gmi_arena_at(m, update->arenas[k]);
@@ -198,6 +198,7 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
             return false;
           written += update->modes[k] & GEMINI_WRITE ? last - first + 1 : 0;
           read += update->modes[k] == GEMINI_READ ? last - first + 1 : 0;
+          results += update->modes[k] == GEMINI_WRITE ? last - first + 1 : 0;
           for (uint32_t c = first; c <= last; c++) {
             if (fill) add_chunk(b->piece_chunks, &chunks, begin, b->base[a->store] + c);
             else chunks++;
@@ -207,9 +208,10 @@ static bool build_pieces(builder_t *b, uint32_t *piece_first, bool fill) {
       }
       if (fill) {
         uint32_t after = update->after_op ? update->after_op - 1 : b->trace->op_count - 1;
-        b->pieces[pieces] = (gmi_plan_piece_t){
-          .after_op = after, .chunk_first = (uint32_t)begin, .shared_count = shared, .pass_slots = read
-        };
+        b->pieces[pieces] = (gmi_plan_piece_t){ .after_op = after,
+                                                .chunk_first = (uint32_t)begin,
+                                                .shared_count = shared,
+                                                .pass_slots = read > results ? read : results };
         const gmi_trace_t *trace = b->trace;
         if (trace->ahead && trace->ahead_count == b->piece_count && trace->ahead_ops[pieces] <= after) {
           b->pieces[pieces].ahead_op = trace->ahead_ops[pieces];

@@ -131,7 +131,7 @@ bool gmi_tracer_stays(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
  * first. unit: elements of a piece. A plan that was made for it says so; without one, what the plan runs on the host
  * is. */
-bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit);
+bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool *results_out);
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */
 uint64_t gmi_tracer_piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece);

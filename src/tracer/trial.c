@@ -5,12 +5,13 @@
  * proves slower, the one before comes back, and no other is tried.
  *
  * A step is measured from the begin of its first op to that of the next iteration's, on the stream of the ops. What
- * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, never shorter; so
- * the shortest of the newest steps are compared. A step waits for updates that the one before has left to it. So the
+ * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, and a step that is
+ * shorter than others has left work to the next one; so the medians of the newest steps are compared. A step waits for updates that the one before has left to it. So the
  * first two under a plan say little of it: the first waits for those of another plan, or for none, and as it moves
  * what that plan has left elsewhere, it may leave fewer to the second than any later one does. A plan of which only
  * these are known does not come back for good, but to be compared with the one that took its place; and only if it
  * seems to be better by the longer of them. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "tracer/variants.h"
@@ -72,13 +73,19 @@ static void add_step(steps_t *steps, const step_t *step, uint64_t ns) {
   if (step->nth >= 2) steps->ns[step->took][steps->count[step->took]++ % TRIAL_STEPS] = ns;
 }
 /* 0: none was measured. */
-static uint64_t shortest_step(const steps_t *steps, bool took) {
-  uint64_t shortest = 0;
-  for (int i = 0; i < TRIAL_STEPS; i++) {
-    const uint64_t ns = steps->ns[took][i];
-    if (ns && (!shortest || ns < shortest)) shortest = ns;
-  }
-  return shortest;
+static int compare_ns(const void *a, const void *b) {
+  const uint64_t *x = a, *y = b;
+  return *x < *y ? -1 : *x > *y;
+}
+/* The median of the newest steps, the shorter one of two; 0: none is known. */
+static uint64_t median_step(const steps_t *steps, bool took) {
+  const uint64_t *all = steps->ns[took];
+  uint64_t ns[TRIAL_STEPS];
+  uint32_t known = 0;
+  for (int i = 0; i < TRIAL_STEPS; i++)
+    if (all[i]) ns[known++] = all[i];
+  qsort(ns, known, sizeof *ns, compare_ns);
+  return known ? ns[(known - 1) / 2] : 0;
 }
 
 /* The plan becomes the variant's, whose own is gone, and no plan can come back. */
@@ -113,7 +120,7 @@ void gmi_tracer_trial_again(gmi_manager_t *m, variant_t *v) {
     return;
   /* It has to promise a shorter step than the plan does, and than the plan's steps are: that the model takes these for
    * longer is no reason to leave it. */
-  const uint64_t took_ns = shortest_step(&v->trial.steps, m->trace.tracer->now.step.took);
+  const uint64_t took_ns = median_step(&v->trial.steps, m->trace.tracer->now.step.took);
   if (!is_slower(v->bundle.plan.predicted_ns, bundle.plan.predicted_ns) ||
       (took_ns && !is_slower(took_ns, bundle.plan.predicted_ns))) {
     gmi_plan_bundle_free(&bundle);
@@ -133,8 +140,8 @@ static void return_to_before(gmi_manager_t *m, variant_t *v, bool took, bool for
   gmi_log(m, GEMINI_LOG_INFO, "plan %llu %s: its %s took %.6f s, those of plan %llu take %.6f s",
           (unsigned long long)before->number, for_good ? "comes back" : "is tried again",
           for_good ? "steps" : "first steps",
-          (double)(for_good ? shortest_step(&before->steps, took) : before->steps.opening[took]) * 1e-9,
-          (unsigned long long)v->plan, (double)shortest_step(&v->trial.steps, took) * 1e-9);
+          (double)(for_good ? median_step(&before->steps, took) : before->steps.opening[took]) * 1e-9,
+          (unsigned long long)v->plan, (double)median_step(&v->trial.steps, took) * 1e-9);
   before->bundle = (gmi_plan_bundle_t){ 0 };
   gmi_trace_measure(m, &v->trace);
   gmi_plan_bundle_times(m, &v->trace, &bundle);
@@ -161,8 +168,8 @@ void gmi_tracer_trial_measure(gmi_manager_t *m) {
   const steps_t *before = &v->trial.before.steps, *now = &v->trial.steps;
   add_step(&v->trial.steps, &step, ns);
   if (!v->trial.before.bundle.made || now->count[step.took] < TRIAL_STEPS) return;
-  const uint64_t settled_ns = shortest_step(before, step.took);
-  if (is_slower(shortest_step(now, step.took), settled_ns ? settled_ns : before->opening[step.took]))
+  const uint64_t settled_ns = median_step(before, step.took);
+  if (is_slower(median_step(now, step.took), settled_ns ? settled_ns : before->opening[step.took]))
     return_to_before(m, v, step.took, settled_ns != 0);
   else drop_former(v);
 }

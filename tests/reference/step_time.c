@@ -8,6 +8,7 @@
 #include "check.h"
 
 #define NONE UINT32_MAX
+#define LATER (UINT32_MAX - 1)
 
 enum { WAITS, RUNS, DONE };
 typedef struct node {
@@ -17,7 +18,10 @@ typedef struct node {
   uint32_t before; /* the same piece's node of the iteration before, and the stage behind which this one is submitted */
   uint32_t behind;
   uint32_t urgent; /* the stage from whose end on use counts; NONE: from the start */
-  uint32_t second; /* the piece's second pass, whose use is set when this one, the first, begins; or NONE */
+  /* the piece's second pass, whose use is set when this one, the first, has begun and the second one's gate is done; or
+   * NONE */
+  uint32_t second;
+  uint32_t gate; /* of a second pass whose first one is ahead: the stage behind which it comes; LATER: not known yet */
   uint8_t state;
 } node_t;
 
@@ -31,8 +35,9 @@ typedef struct graph {
 
 static uint32_t add_node(graph_t *g, uint64_t ns, uint32_t piece) {
   CHECK(g->node_count < g->node_room);
-  g->nodes[g->node_count] =
-      (node_t){ .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE, .urgent = NONE, .second = NONE };
+  g->nodes[g->node_count] = (node_t){
+    .ns = ns, .piece = piece, .first = g->wait_count, .before = NONE, .urgent = NONE, .second = NONE, .gate = NONE
+  };
   g->nodes[g->node_count + 1].first = g->wait_count;
   return g->node_count++;
 }
@@ -53,8 +58,12 @@ static void wait_for_frames(graph_t *g, uint32_t count) {
   }
 }
 
+static bool gate_is_open(const graph_t *g, uint32_t node) {
+  const uint32_t gate = g->nodes[node].gate;
+  return gate == NONE || (gate != LATER && g->nodes[gate].state == DONE);
+}
 static bool can_start(const graph_t *g, uint32_t node) {
-  if (g->nodes[node].state != WAITS) return false;
+  if (g->nodes[node].state != WAITS || !gate_is_open(g, node)) return false;
   for (uint32_t i = g->nodes[node].first; i < g->nodes[node + 1].first; i++)
     if (g->nodes[g->waits[i]].state != DONE) return false;
   return true;
@@ -68,6 +77,21 @@ static bool goes_before(const graph_t *g, uint32_t a, uint32_t b) {
   if (last != (y->urgent != NONE && g->nodes[y->urgent].state != DONE)) return !last;
   if (last) return a < b;
   return x->use != y->use ? x->use < y->use : x->piece < y->piece;
+}
+
+/* Sets the uses of the second passes behind a gate that is open, whose first one has begun: in order of piece. */
+static void set_uses(graph_t *g, uint64_t *seconds) {
+  for (;;) {
+    const node_t *first = NULL;
+    for (uint32_t n = 0; n < g->node_count; n++) {
+      const node_t *node = &g->nodes[n];
+      if (node->second == NONE || node->state == WAITS || (first && first->piece <= node->piece)) continue;
+      const node_t *second = &g->nodes[node->second];
+      if (!second->use && second->gate != NONE && gate_is_open(g, node->second)) first = node;
+    }
+    if (!first) return;
+    g->nodes[first->second].use = (*seconds)--;
+  }
 }
 
 static void run_graph(graph_t *g) {
@@ -89,6 +113,7 @@ static void run_graph(graph_t *g) {
         if (working == n) working = NONE;
         changed = true;
       }
+      if (!changed) set_uses(g, &seconds);
       if (changed || working != NONE) continue;
       for (uint32_t n = 0; n < g->node_count; n++) {
         if (g->nodes[n].piece == NONE || !can_start(g, n)) continue;
@@ -96,7 +121,8 @@ static void run_graph(graph_t *g) {
       }
       if (working == NONE) continue;
       g->nodes[working].state = RUNS;
-      if (g->nodes[working].second != NONE) g->nodes[g->nodes[working].second].use = seconds--;
+      const uint32_t second = g->nodes[working].second;
+      if (second != NONE && gate_is_open(g, second)) g->nodes[second].use = seconds--;
       g->nodes[working].end_ns = now_ns + g->nodes[working].ns;
       changed = true;
     }
@@ -238,7 +264,8 @@ static void add_stage(program_t *s, uint64_t ns, uint32_t arrival, uint32_t fram
 }
 
 static void add_host_piece(program_t *s, uint32_t piece, uint64_t use) {
-  const bool two = s->plan->piece_passes[piece] && !s->plan->piece_ahead[piece] && use != UINT64_MAX;
+  const bool results = s->plan->piece_ahead[piece] == GMI_AHEAD_RESULTS;
+  const bool two = s->plan->piece_passes[piece] && (results || !s->plan->piece_ahead[piece]) && use != UINT64_MAX;
   uint32_t node = add_node(&s->g, two ? s->in->pieces[piece].result_ns : s->in->pieces[piece].host_ns, piece);
   s->g.nodes[node].use = use;
   s->g.nodes[node].before = s->before[piece];
@@ -299,6 +326,7 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
       if (s->plan->piece_ahead[p] && (flags & STEP_TIME_NONE_AHEAD) == 0) {
         s->g.nodes[s->ahead[p]].use = use;
         s->g.nodes[s->ahead[p]].urgent = s->stage;
+        if (s->plan->piece_ahead[p] == GMI_AHEAD_RESULTS) s->g.nodes[s->g.nodes[s->ahead[p]].second].gate = s->stage;
       } else {
         add_host_piece(s, p, use);
       }
@@ -308,6 +336,7 @@ static void add_op(program_t *s, uint32_t iteration, uint32_t op, uint32_t flags
     if (!s->plan->piece_ahead[p] || in->pieces[p].ahead_op != op || (flags & STEP_TIME_NONE_AHEAD) != 0) continue;
     s->ahead[p] = s->g.node_count;
     add_host_piece(s, p, 0);
+    if (s->plan->piece_ahead[p] == GMI_AHEAD_RESULTS) s->g.nodes[s->g.nodes[s->ahead[p]].second].gate = LATER;
   }
 }
 

@@ -7,6 +7,7 @@
 #include "../integration/world.h"
 #include "chunk/arena.h"
 #include "chunk/chunk.h"
+#include "chunk/host.h"
 #include "core/manager.h"
 #include "core/observer.h"
 #include "core/workers.h"
@@ -36,6 +37,13 @@ static bool two_passes(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   return asks;
 }
 
+static bool results_ahead; /* else all of a unit is computed ahead */
+static bool unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool *results_out) {
+  (void)m, (void)arena, (void)element, (void)unit;
+  *results_out = results_ahead;
+  return true;
+}
+
 static uint64_t piece_use(gmi_manager_t *m, uint32_t index, uint32_t piece) {
   (void)m, (void)index;
   return piece;
@@ -62,8 +70,9 @@ static void model_open(bool reuse, uint32_t threads, uint64_t host_chunks) {
   advice = *m->trace.advice;
   advice.two_passes = two_passes;
   advice.piece_use = piece_use;
+  advice.unit_ahead = unit_ahead;
   m->trace.advice = &advice;
-  asks = true;
+  asks = true, results_ahead = false;
   model.params = world_arena(&model.w, GEMINI_KIND_PARAM, 4, NULL, NULL, NULL);
   model.grads =
       world_arena(&model.w, GEMINI_KIND_GRAD, 4, NULL, reuse ? NULL : model.params, reuse ? model.params : NULL);
@@ -80,8 +89,9 @@ static void model_open(bool reuse, uint32_t threads, uint64_t host_chunks) {
 }
 
 /* ---- the function of the updates */
-/* Second passes wait until the gate is open, others while it holds; fails: in the second pass. */
-static _Atomic bool gate, holds, fails, held; /* held: a pass has come so far as to wait for holds */
+/* Second passes wait until the gate is open, others while it holds; fails: in this pass. */
+static _Atomic bool gate, holds, held; /* held: a pass has come so far as to wait for holds */
+static _Atomic uint32_t fails;
 static _Atomic uint64_t elements_of[STATES + 1];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint8_t first_done[ELEMENTS];       /* passes of results behind which there was none of states */
@@ -112,7 +122,7 @@ static gemini_status_t sum_up(void *user, const gemini_update_span_t *s) {
     if (s->pass == STATES) CHECK_EQ(first_done[s->first_element + e]--, 1);
   }
   pthread_mutex_unlock(&lock);
-  if (s->pass == STATES && atomic_load(&fails)) return GEMINI_ERR_NOT_FOUND;
+  if (s->pass != BOTH && s->pass == atomic_load(&fails)) return GEMINI_ERR_NOT_FOUND;
   for (uint64_t e = 0; e < s->element_count; e++) {
     const uint64_t value = sum[e] + grad[e];
     if (param_out) param_out[e] = (uint32_t)value;
@@ -154,9 +164,9 @@ static void params_right(uint32_t tier) {
     OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
   }
 }
-static void sums_right(void) {
+static void sums_right(uint32_t tier) {
   for (int i = 0; i < TENSORS; i++) {
-    gemini_access_t a = world_whole(model.sum[i], GEMINI_READ, HOST);
+    gemini_access_t a = world_whole(model.sum[i], GEMINI_READ, tier);
     OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
     CHECK(!memcmp(a.ptr, model.sum_is + (uint64_t)i * UNIT, length_of(i) * 8));
     OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
@@ -181,7 +191,7 @@ static void test_parameters_are_there_before_states_are(void) {
       atomic_store(&gate, true);
       OK(gemini_update_wait(model.w.mgr));
       counted(0, ELEMENTS, ELEMENTS);
-      sums_right();
+      sums_right(HOST);
       params_right(HOST);
       world_close(&model.w);
     }
@@ -200,7 +210,7 @@ static void test_one_pass_where_two_are_not_said_or_not_asked_for(void) {
     OK(gemini_update_wait(model.w.mgr));
     const uint64_t two = how == 2 ? UNIT : 0;
     counted(ELEMENTS - two, two, two);
-    sums_right();
+    sums_right(HOST);
     params_right(DEVICE);
     world_close(&model.w);
   }
@@ -234,7 +244,7 @@ static void test_gradients_and_states_are_written_again_meanwhile(void) {
       OK(gemini_update_wait(model.w.mgr));
       CHECK(!pthread_join(thread, NULL));
       counted(0, 2 * ELEMENTS, 2 * ELEMENTS);
-      sums_right();
+      sums_right(HOST);
       world_close(&model.w);
     }
   }
@@ -280,7 +290,7 @@ static void test_states_that_a_thread_waits_for_come_next(void) {
     OK(gemini_update_wait(model.w.mgr));
     CHECK_EQ(states_begun, TENSORS);
     for (int i = 0; i < TENSORS; i++) CHECK_EQ(states_order[i], orders[waits][i]);
-    sums_right();
+    sums_right(HOST);
     world_close(&model.w);
   }
 }
@@ -299,7 +309,7 @@ static void test_an_arena_ends_behind_the_updates_that_read_it(void) {
     counted(0, ELEMENTS, ELEMENTS);
     CHECK(!pthread_join(thread, NULL));
     OK(gemini_update_wait(model.w.mgr));
-    sums_right();
+    sums_right(HOST);
     world_close(&model.w);
   }
 }
@@ -334,9 +344,149 @@ static void test_memory_above_the_budget_ends_behind_the_updates_that_read_it(vo
     OK(gemini_zero(model.w.mgr, &all));
     CHECK(!pthread_join(thread, NULL));
     OK(gemini_update_wait(model.w.mgr));
-    sums_right();
+    sums_right(HOST);
     world_close(&model.w);
   }
+}
+
+/* Speculates results, and waits until the workers have them. */
+static void results_begin(bool reuse, uint32_t tier) {
+  model_open(reuse, WORKERS, 64);
+  results_ahead = true;
+  gradients_put(3, tier);
+  counts_begin(false);
+  memset(first_done, 0, sizeof first_done);
+  update(GEMINI_UPDATE_SPECULATE | PASSES);
+  while (world_stats(&model.w).pending_updates) usleep(100);
+  CHECK_EQ(world_stats(&model.w).speculated_elements, ELEMENTS);
+}
+/* Parameters have one spare slot a unit, states none; nothing is seen until the update, which runs the second passes
+ * alone. */
+static void test_results_are_taken_over_and_states_follow(void) {
+  for (int how = 0; how < 8; how++) {
+    const bool late = how & 1;
+    results_begin(how & 2, how & 4 ? HOST : DEVICE);
+    CHECK_EQ(gmi_manager_get(model.w.mgr)->host.spare_count, TENSORS);
+    sums_right(DEVICE); /* and leaves copies there */
+    counted(0, ELEMENTS, 0);
+    atomic_store(&gate, !late);
+    update((late ? LATE : 0) | PASSES | GEMINI_UPDATE_COMMIT);
+    CHECK_EQ(world_stats(&model.w).committed_elements, ELEMENTS);
+    CHECK_EQ(gmi_manager_get(model.w.mgr)->host.spare_count, 0);
+    params_right(DEVICE);
+    counted(0, ELEMENTS, late ? 0 : ELEMENTS);
+    const gemini_access_t all = world_whole(model.grads, 0, 0);
+    OK(gemini_zero(model.w.mgr, &all)); /* the second passes have the gradients as they were */
+    atomic_store(&gate, true);
+    OK(gemini_update_wait(model.w.mgr));
+    counted(0, ELEMENTS, ELEMENTS);
+    sums_right(DEVICE);
+    params_right(HOST);
+    gradients_put(4, how & 4 ? HOST : DEVICE);
+    update(GEMINI_UPDATE_SPECULATE | PASSES);
+    update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
+    OK(gemini_update_wait(model.w.mgr));
+    counted(0, 2 * ELEMENTS, 2 * ELEMENTS);
+    sums_right(HOST);
+    params_right(HOST);
+    world_close(&model.w);
+  }
+}
+
+/* A gradient, a state or a parameter that is written drops the results of its unit, the first one; as does an update
+ * without passes, all of them. */
+static void test_results_of_what_has_changed_are_dropped(void) {
+  for (int how = 0; how < 8; how++) {
+    const bool reuse = how & 1, other = how >= 6;
+    results_begin(reuse, HOST);
+    CHECK_EQ(world_stats(&model.w).dropped_elements, 0);
+    if (how >> 1 == 0) put(model.grad[0], 0, 4, HOST, model.grad_is);
+    if (how >> 1 == 1) put(model.sum[0], 0, 8, HOST, model.sum_is);
+    if (how >> 1 == 2 && !reuse) put(model.param[0], 0, 4, HOST, model.grad_is);
+    if (how >> 1 == 2 && reuse) OK(gemini_update_drop(model.w.mgr));
+    const uint64_t dropped = how >> 1 == 2 && reuse ? ELEMENTS : UNIT;
+    if (!other) CHECK_EQ(world_stats(&model.w).dropped_elements, dropped);
+    memset(first_done, 0, sizeof first_done);
+    counts_begin(true);
+    for (uint64_t e = other ? ELEMENTS : dropped; e < ELEMENTS; e++) first_done[e] = 1;
+    update(LATE | GEMINI_UPDATE_COMMIT | (other ? 0 : PASSES));
+    OK(gemini_update_wait(model.w.mgr));
+    if (other) counted(ELEMENTS, 0, 0);
+    else counted(0, dropped, ELEMENTS);
+    sums_right(HOST);
+    params_right(DEVICE);
+    world_close(&model.w);
+  }
+}
+
+/* States that have left the host since are not there for a second pass. */
+static void test_results_without_their_states_are_dropped(void) {
+  results_begin(true, HOST);
+  gmi_manager_t *m = gmi_manager_get(model.w.mgr);
+  gemini_access_t a = world_whole(model.sum[0], GEMINI_READ, DEVICE);
+  OK(gemini_acquire(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  OK(gemini_release(model.w.mgr, &a, 1, GEMINI_STREAM_CALLER));
+  CHECK_EQ(world_stats(&model.w).dropped_elements, 0);
+  const gmi_chunk_t *chunks = gmi_arena_get(m, model.sums)->chunks;
+  gmi_lock(m, "test");
+  for (bool freed = true, started; freed && gmi_chunk_has_slot(&chunks[0]) && gmi_chunk_has_slot(&chunks[1]);)
+    OK(gmi_host_reclaim(m, &freed, &started));
+  CHECK(!gmi_chunk_has_slot(&chunks[0]) || !gmi_chunk_has_slot(&chunks[1]));
+  gmi_unlock(m);
+  memset(first_done, 0, sizeof first_done);
+  for (uint64_t e = UNIT; e < ELEMENTS; e++) first_done[e] = 1;
+  counts_begin(true);
+  update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
+  CHECK_EQ(world_stats(&model.w).dropped_elements, UNIT);
+  OK(gemini_update_wait(model.w.mgr));
+  counted(0, UNIT, ELEMENTS);
+  sums_right(HOST);
+  params_right(HOST);
+  world_close(&model.w);
+}
+
+/* What is taken over before it has begun, or as it runs, has both passes, each by its job. */
+static void test_results_that_have_not_begun_are_taken_over(void) {
+  for (int reuse = 0; reuse < 2; reuse++) {
+    model_open(reuse, 1, 64);
+    results_ahead = true;
+    gradients_put(3, HOST);
+    counts_begin(false);
+    memset(first_done, 0, sizeof first_done);
+    atomic_store(&holds, true);
+    update(GEMINI_UPDATE_SPECULATE | PASSES);
+    while (!atomic_load(&held)) usleep(100);
+    update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
+    CHECK_EQ(world_stats(&model.w).committed_elements, ELEMENTS);
+    atomic_store(&holds, false);
+    params_right(DEVICE);
+    counted(0, ELEMENTS, 0);
+    atomic_store(&gate, true);
+    OK(gemini_update_wait(model.w.mgr));
+    counted(0, ELEMENTS, ELEMENTS);
+    sums_right(HOST);
+    world_close(&model.w);
+  }
+}
+
+static void test_results_whose_pass_failed_are_computed_again(void) {
+  model_open(true, WORKERS, 64);
+  results_ahead = true;
+  gradients_put(3, HOST);
+  counts_begin(true);
+  atomic_store(&fails, RESULTS);
+  update(GEMINI_UPDATE_SPECULATE | PASSES);
+  while (world_stats(&model.w).pending_updates) usleep(100);
+  atomic_store(&fails, BOTH);
+  memset(first_done, 0, sizeof first_done);
+  counts_begin(true);
+  update(LATE | PASSES | GEMINI_UPDATE_COMMIT);
+  OK(gemini_update_wait(model.w.mgr));
+  CHECK_EQ(world_stats(&model.w).committed_elements, 0);
+  counted(0, ELEMENTS, ELEMENTS);
+  sums_right(HOST);
+  params_right(DEVICE);
+  world_close(&model.w);
 }
 
 /* What is taken over before it has begun has two passes as well. The only worker is in the first unit's. */
@@ -364,7 +514,7 @@ static void test_what_was_speculated_and_has_not_begun_has_two_passes(void) {
     atomic_store(&gate, true);
     OK(gemini_update_wait(model.w.mgr));
     counted(UNIT, ELEMENTS - UNIT, ELEMENTS - UNIT);
-    sums_right();
+    sums_right(HOST);
     world_close(&model.w);
   }
 }
@@ -373,11 +523,11 @@ static void test_a_failure_of_the_second_pass_is_one_of_the_update(void) {
   model_open(true, WORKERS, 64);
   gradients_put(3, HOST);
   counts_begin(true);
-  atomic_store(&fails, true);
+  atomic_store(&fails, STATES);
   update(LATE | PASSES);
   CHECK_EQ(gemini_update_wait(model.w.mgr), GEMINI_ERR_NOT_FOUND);
   CHECK_SAYS(world_error().message, "the function of an update failed for elements");
-  atomic_store(&fails, false);
+  atomic_store(&fails, BOTH);
   CHECK_EQ(gemini_manager_close(model.w.mgr), GEMINI_ERR_NOT_FOUND);
 }
 
@@ -385,10 +535,14 @@ static void test_a_failure_of_the_second_pass_is_one_of_the_update(void) {
 static void test_passes_have_rates_of_their_own(void) {
   model_open(true, WORKERS, 64);
   gmi_manager_t *m = gmi_manager_get(model.w.mgr);
-  gradients_put(3, HOST);
   counts_begin(true);
-  update(LATE | PASSES);
-  OK(gemini_update_wait(model.w.mgr));
+  for (int iteration = 0; iteration < 4; iteration++) {
+    gmi_workers_iteration(m);
+    CHECK(gmi_workers_ns_per_element(m, RESULTS) == 0 && gmi_workers_ns_per_element(m, STATES) == 0); /* of the first */
+    gradients_put(3, HOST);
+    update(LATE | PASSES);
+    OK(gemini_update_wait(model.w.mgr));
+  }
   CHECK(gmi_workers_ns_per_element(m, BOTH) == 0);
   CHECK(gmi_workers_ns_per_element(m, RESULTS) > 0 && gmi_workers_ns_per_element(m, STATES) > 0);
   world_close(&model.w);
@@ -402,6 +556,11 @@ int main(void) {
   RUN(test_an_arena_ends_behind_the_updates_that_read_it);
   RUN(test_memory_above_the_budget_ends_behind_the_updates_that_read_it);
   RUN(test_what_was_speculated_and_has_not_begun_has_two_passes);
+  RUN(test_results_are_taken_over_and_states_follow);
+  RUN(test_results_of_what_has_changed_are_dropped);
+  RUN(test_results_without_their_states_are_dropped);
+  RUN(test_results_that_have_not_begun_are_taken_over);
+  RUN(test_results_whose_pass_failed_are_computed_again);
   RUN(test_a_failure_of_the_second_pass_is_one_of_the_update);
   RUN(test_passes_have_rates_of_their_own);
   return 0;

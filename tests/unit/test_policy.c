@@ -366,7 +366,9 @@ static void check_ahead(const gmi_plan_input_t *in, const gmi_plan_t *plan) {
   for (uint32_t p = 0; p < in->piece_count; p++) {
     CHECK(!plan->piece_ahead[p] || (!plan->piece_on_device[p] && in->pieces[p].ahead_slots));
     CHECK(!plan->piece_passes[p] || (!plan->piece_on_device[p] && in->pieces[p].result_ns));
-    taken += plan->piece_ahead[p] ? in->pieces[p].ahead_slots : plan->piece_passes[p] ? in->pieces[p].pass_slots : 0;
+    CHECK(plan->piece_ahead[p] <= GMI_AHEAD_ALL || plan->piece_passes[p]);
+    const bool all = plan->piece_ahead[p] == GMI_AHEAD_ALL;
+    taken += all ? in->pieces[p].ahead_slots : plan->piece_passes[p] ? in->pieces[p].pass_slots : 0;
   }
   CHECK(taken <= slots);
 }
@@ -905,8 +907,8 @@ static void add_groups(instance_t *i, uint64_t *seed) {
 
 static void check_events(bool groups, uint64_t seed) {
   static instance_t i;
-  uint64_t other = seed + 1, equal = 0, bound = 0, ordered = 0, waiting = 0, ahead = 0, passes = 0;
-  for (uint32_t n = 0; n < 400; n++) {
+  uint64_t other = seed + 1, equal = 0, bound = 0, ordered = 0, waiting = 0, ahead = 0, passes = 0, results = 0;
+  for (uint32_t n = 0; n < 480; n++) {
     const shape_t shape = { 14, 12, 10, 3, 2, 20, 8 };
     gmi_plan_t plan;
     uint64_t length_ns, other_ns;
@@ -929,7 +931,6 @@ static void check_events(bool groups, uint64_t seed) {
         i.pieces[p].ahead_op = 2 * layers - 1 - p + below(&seed, p);
       }
       for (uint32_t p = 0; p < layers; p++) { /* two passes together take longer than one, by chance much */
-        if (i.pieces[p].ahead_slots) continue;
         i.pieces[p].result_ns = i.pieces[p].host_ns * (3 + below(&other, 5)) / 8 + 1;
         i.pieces[p].state_ns = i.pieces[p].host_ns * (4 + below(&other, 5)) / 8 + 1;
         i.pieces[p].pass_slots = below(&other, 2);
@@ -942,6 +943,12 @@ static void check_events(bool groups, uint64_t seed) {
     if (groups) add_groups(&i, &seed);
     if (n % 5 == 0) i.input.groups.gather_count = 0; /* sums alone */
     make(&i.input, &plan);
+    for (uint32_t p = 0; p < plan.piece_count; p++) { /* as is best, and what no plan chooses */
+      if (plan.piece_ahead[p] == GMI_AHEAD_ALL && i.pieces[p].result_ns && below(&other, 2))
+        plan.piece_ahead[p] = GMI_AHEAD_RESULTS, plan.piece_passes[p] = 1;
+      if (plan.piece_ahead[p] == GMI_AHEAD_ALL) plan.piece_passes[p] = 0;
+    }
+    CHECK_EQ(gmi_plan_simulate(&i.input, &plan), GEMINI_OK);
     if (step_time(&i.input, &plan, EVENT_ITERATIONS, 0, &length_ns)) {
       uint64_t busy_ns = plan.update_busy_ns;
       if (busy_ns < plan.fetch_busy_ns) busy_ns = plan.fetch_busy_ns;
@@ -950,7 +957,10 @@ static void check_events(bool groups, uint64_t seed) {
       if (busy_ns < plan.sum_busy_ns) busy_ns = plan.sum_busy_ns;
       CHECK_EQ(plan.predicted_ns, length_ns > busy_ns ? length_ns : busy_ns);
       equal++;
-      for (uint32_t p = 0; p < plan.piece_count; p++) passes += plan.piece_passes[p];
+      for (uint32_t p = 0; p < plan.piece_count; p++) {
+        passes += plan.piece_passes[p];
+        results += plan.piece_ahead[p] == GMI_AHEAD_RESULTS;
+      }
       bound += length_ns >= busy_ns && length_ns > plan.compute_ns;
       step_time(&i.input, &plan, EVENT_ITERATIONS, STEP_TIME_FIRST_IN_FIRST_OUT, &other_ns);
       ordered += length_ns >= busy_ns && other_ns != length_ns;
@@ -964,7 +974,7 @@ static void check_events(bool groups, uint64_t seed) {
   }
   CHECK(equal > 350 && bound > 200 && ordered > (groups ? 15 : 30));
   CHECK(groups ? waiting > 100 : ahead > 40);
-  CHECK(passes > 20);
+  CHECK(passes > 20 && (groups || results > 50));
 }
 static uint32_t count_set(const uint8_t *marks, uint64_t count) {
   uint32_t set = 0;
