@@ -996,7 +996,7 @@ typedef struct gemini_update_s {
  *  With GEMINI_UPDATE_PASSES, beside any other flags, fn heeds gemini_update_span_t.pass. What the host updates late
  *  may then be computed twice, if a plan gains by it: first the parameters, for which operators wait, from states that
  *  stay as they are, and later the states, from the same gradients. user stays borrowed until gemini_update_wait(),
- *  whatever has been used since. Since: 0.1 */
+ *  whatever has been used since. The parameters alone may be speculated: COMMIT's fn computes the states. Since: 0.1 */
 GEMINI_API gemini_status_t gemini_update(gemini_manager_t mgr, const gemini_update_t *update) GEMINI_MUST_CHECK;
 /** Drops all that is speculated (GEMINI_UPDATE_SPECULATE) and not taken over. Its memory is free for others at once;
  *  its spans may still run, or not. Does not wait. Since: 0.1 */

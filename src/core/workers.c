@@ -46,8 +46,8 @@ typedef struct {
 } worker_t;
 
 /* lock guards all fields that change after gmi_workers_open(), and the jobs' private fields. Invariants: every job in
- * the ready list, or that of queued ones, is also in the list from first to last; jobs are in the second one while they are
- * JOB_QUEUED. */
+ * the ready list, or in that of queued ones, is also in the list from first to last; jobs are in that of queued ones
+ * while they are JOB_QUEUED. */
 typedef struct gmi_workers {
   pthread_mutex_t lock; /* taken after the manager's lock; the locks of the device are taken under it */
   /* more: workers wait here for jobs. done: callers, and workers in prepare(), wait here for finished work. */

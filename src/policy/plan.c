@@ -24,9 +24,9 @@
 #define MAX_CANDIDATES 64
 #define TIME_LIMIT_NS (UINT64_C(1) << 59)
 
-/* ONE: in one pass each, or ahead, while there are spare slots. PASSES: in two, or ahead, if slots are left. RESULTS: in
- * two, the first of them ahead. MOST, HALF: three quarters, or half of them so, the rest in one. BOTH: as RESULTS, but
- * with the slots that are left, all is computed ahead. */
+/* ONE: in one pass each, or ahead, while there are spare slots. PASSES: in two, or ahead, if slots are left. RESULTS:
+ * in two, the first of them ahead. MOST, HALF: three quarters, or half of them so, the rest in one. BOTH: as RESULTS,
+ * but with the slots that are left, all is computed ahead. */
 enum { HOST_ONE, HOST_PASSES, HOST_RESULTS, HOST_MOST, HOST_HALF, HOST_BOTH };
 
 typedef struct candidate {
@@ -565,7 +565,7 @@ static gemini_status_t try_halves(planner_t *p, tried_t *tried, uint32_t reduce,
 }
 
 /* Tries the best candidate with host pieces in two passes, and where first passes can be computed ahead, other counts
- * from least to most with that. Passes have to gain a 64th: what they read twice is traffic of the host's memory that
+ * from least to most with that. Passes have to gain a 32nd: what they read twice is traffic of the host's memory that
  * no model knows. */
 static gemini_status_t try_passes(planner_t *p, uint32_t least, uint32_t most) {
   bool kept, can = false, can_ahead = false;
@@ -585,7 +585,7 @@ static gemini_status_t try_passes(planner_t *p, uint32_t least, uint32_t most) {
     if (p->best.device_count != NONE) status = try_halves(p, &tried, before.reduce, WORK_LIMIT / 5);
     if (is_better(&before, &p->best)) p->best = before;
   }
-  if (p->best.predicted_ns + one.predicted_ns / 64 >= one.predicted_ns) p->best = one;
+  if (p->best.predicted_ns + one.predicted_ns / 32 >= one.predicted_ns) p->best = one;
   p->host = p->best.host;
   return status;
 }

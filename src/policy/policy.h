@@ -63,11 +63,11 @@ typedef struct gmi_plan_piece {
   /* That its new values take while it is computed ahead; 0: it cannot be. Nor can it if one of its chunks is used after
    * ahead_op, or by another piece, or in a group. */
   uint32_t ahead_slots;
-  uint32_t ahead_op;   /* it can be computed ahead when this op has ended; at most after_op */
+  uint32_t ahead_op; /* it can be computed ahead when this op has ended; at most after_op */
   /* Spare slots that its two passes take, as the second one reads the gradients once more, or before that for what the
    * first one writes ahead. */
   uint32_t pass_slots;
-  uint64_t host_ns;    /* duration on all host workers together */
+  uint64_t host_ns;             /* duration on all host workers together */
   uint64_t result_ns, state_ns; /* likewise, of its two passes; 0: it cannot have two */
   uint64_t device_ns;           /* duration on the device when nothing else runs */
 } gmi_plan_piece_t;

@@ -111,15 +111,17 @@ typedef struct machine {
   uint32_t *blocked;  /* [piece_count] of a submitted piece: the earlier pieces it waits for, counted once per chunk */
   /* [chunk_count] the last submitted piece that uses the chunk and is not done, as an index into piece_chunks; NONE */
   uint32_t *last_taker;
-  uint32_t *next_taker;  /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
-  uint64_t ahead_count;  /* pieces submitted to be computed ahead so far */
-  uint8_t *had_first;    /* [piece_count] 1: its second pass is left, and waits for its op if it is not taken over */
-  uint8_t *too_late;     /* [piece_count] 1: it could not be computed ahead this time */
-  uint64_t states_count; /* first passes so far */
-  uint64_t owed_ns;      /* work of submitted pieces that are not done */
-  uint64_t ops_before;   /* ops of all iterations before this one */
-  uint64_t *updated_ns;  /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
-  uint32_t *fresh;       /* [op_count] chunks that get a frame without a fetch, because the op overwrites them */
+  uint32_t *next_taker; /* [piece_chunks] of a submitted piece: the piece that uses the chunk next; NONE */
+  uint64_t ahead_count; /* pieces submitted to be computed ahead so far */
+  struct {
+    uint8_t *had_first;    /* [piece_count] 1: its second pass is left, and waits for its op if it is not taken over */
+    uint8_t *too_late;     /* [piece_count] 1: it could not be computed ahead this time */
+    uint64_t states_count; /* first passes so far */
+  } passes;
+  uint64_t owed_ns;     /* work of submitted pieces that are not done */
+  uint64_t ops_before;  /* ops of all iterations before this one */
+  uint64_t *updated_ns; /* [chunk_count] when the chunk's last device piece is done; NULL unless pieces run apart */
+  uint32_t *fresh;      /* [op_count] chunks that get a frame without a fetch, because the op overwrites them */
   /* [piece_count] state chunks that are read from and written to files for this piece; 0: the piece is not streamed */
   uint32_t *streamed;
   struct {
@@ -214,7 +216,7 @@ static bool in_two_passes(const machine_t *m, uint32_t piece) {
          (m->plan->piece_passes[piece] && m->next_use[piece] < STATES);
 }
 static uint64_t ready_key(machine_t *m, uint32_t piece) {
-  return m->had_first[piece] ? AHEAD - 2 - m->states_count++ : m->next_use[piece];
+  return m->passes.had_first[piece] ? AHEAD - 2 - m->passes.states_count++ : m->next_use[piece];
 }
 
 /* Runs the piece that the workers take next if it starts before before_ns. Returns false if there is no such piece.
@@ -230,20 +232,20 @@ static bool run_piece(machine_t *m, uint64_t before_ns) {
   }
   uint32_t piece = pop(&m->ready), from = input->pieces[piece].chunk_first, to = gmi_plan_piece_end(input, piece);
   uint64_t work_ns = input->pieces[piece].host_ns;
-  if (m->had_first[piece]) {
+  if (m->passes.had_first[piece]) {
     work_ns = input->pieces[piece].state_ns;
     from += input->pieces[piece].shared_count;
-    m->had_first[piece] = 0;
+    m->passes.had_first[piece] = 0;
   } else if (in_two_passes(m, piece)) {
     work_ns = input->pieces[piece].result_ns;
     m->owed_ns += work_ns + input->pieces[piece].state_ns - input->pieces[piece].host_ns;
     to = from + input->pieces[piece].shared_count;
-    m->had_first[piece] = 1;
+    m->passes.had_first[piece] = 1;
     if (is_taken_over(m, piece)) push(&m->ready, ready_key(m, piece), piece);
   }
   m->idle.update_ns = start_ns + work_ns;
   m->owed_ns -= work_ns;
-  if (!m->had_first[piece]) m->ready_ns[piece] = NOT_SUBMITTED;
+  if (!m->passes.had_first[piece]) m->ready_ns[piece] = NOT_SUBMITTED;
   uint64_t done_ns = m->idle.update_ns + input->host_delay_ns;
   for (uint32_t i = from; i < to; i++) {
     uint32_t chunk = input->piece_chunks[i], next = m->next_taker[i];
@@ -291,8 +293,8 @@ static void submit_ahead(machine_t *m, uint32_t op) {
   for (uint32_t i = m->facts->op_ahead_first[op]; i < m->facts->op_ahead_first[op + 1]; i++) {
     const uint32_t piece = m->facts->op_ahead[i];
     if (!is_ahead(m, piece)) continue;
-    m->too_late[piece] = m->plan->piece_ahead[piece] == GMI_AHEAD_RESULTS && m->ready_ns[piece] != NOT_SUBMITTED;
-    if (!m->too_late[piece]) submit(m, piece, AHEAD + m->ahead_count++);
+    m->passes.too_late[piece] = m->plan->piece_ahead[piece] == GMI_AHEAD_RESULTS && m->ready_ns[piece] != NOT_SUBMITTED;
+    if (!m->passes.too_late[piece]) submit(m, piece, AHEAD + m->ahead_count++);
   }
 }
 
@@ -303,9 +305,9 @@ static void submit_pieces(machine_t *m, uint32_t op) {
     uint32_t piece = m->facts->op_pieces_by_use[i], next = m->facts->piece_use[piece];
     const uint64_t use = next == NONE ? AHEAD - 1 : m->ops_before + next;
     if (m->plan->piece_on_device[piece]) continue;
-    if (is_ahead(m, piece) && !m->too_late[piece]) {
+    if (is_ahead(m, piece) && !m->passes.too_late[piece]) {
       m->next_use[piece] = use;
-      if (m->had_first[piece]) push(&m->coming, m->idle.stream_ns, piece);
+      if (m->passes.had_first[piece]) push(&m->coming, m->idle.stream_ns, piece);
       changed = true;
     } else if (m->streamed[piece] == 0) {
       submit(m, piece, use);
@@ -318,7 +320,7 @@ static void submit_pieces(machine_t *m, uint32_t op) {
   if (changed) m->ready.count = 0; /* in place: no item is overwritten before it is read */
   for (uint32_t i = 0; i < count; i++) {
     const waiting_t item = m->ready.items[i];
-    push(&m->ready, m->had_first[item.piece] ? item.key : m->next_use[item.piece], item.piece);
+    push(&m->ready, m->passes.had_first[item.piece] ? item.key : m->next_use[item.piece], item.piece);
   }
 }
 
@@ -707,8 +709,8 @@ gemini_status_t gmi_simulate(const gmi_facts_t *facts, gmi_plan_t *plan, uint32_
   m.ready_ns = room(&rooms, pieces, sizeof *m.ready_ns);
   m.next_use = room(&rooms, pieces, sizeof *m.next_use);
   m.blocked = room(&rooms, pieces, sizeof *m.blocked);
-  m.had_first = room(&rooms, pieces, sizeof *m.had_first);
-  m.too_late = room(&rooms, pieces, sizeof *m.too_late);
+  m.passes.had_first = room(&rooms, pieces, sizeof *m.passes.had_first);
+  m.passes.too_late = room(&rooms, pieces, sizeof *m.passes.too_late);
   m.last_taker = room(&rooms, chunks, sizeof *m.last_taker);
   m.next_taker = room(&rooms, piece_chunks, sizeof *m.next_taker);
   if (input->pieces_apart) m.updated_ns = room(&rooms, chunks, sizeof *m.updated_ns);
