@@ -7,10 +7,10 @@
  * A step is measured from the begin of its first op to that of the next iteration's, on the stream of the ops. What
  * else lies in between (the making of a plan, an evaluation, the caller's own work) makes it longer, and a step that is
  * shorter than others has left work to the next one; so the medians of the newest steps are compared. A step waits
- * for updates that the one before has left to it. So the first two under a plan say little of it: the first waits for those
- * of another plan, or for none, and as it moves what that plan has left elsewhere, it may leave fewer to the second than
- * any later one does. A plan of which only these are known does not come back for good, but to be compared with the one
- * that took its place; and only if it seems to be better by the longer of them. */
+ * for updates that the one before has left to it. So the first two under a plan say little of it: the first waits for
+ * those of another plan, or for none, and as it moves what that plan has left elsewhere, it may leave fewer to the
+ * second than any later one does. A plan of which only these are known does not come back for good, but to be compared
+ * with the one that took its place; and only if it seems to be better by the longer of them. */
 #include <stdlib.h>
 #include <string.h>
 
