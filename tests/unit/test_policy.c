@@ -1061,6 +1061,28 @@ static void test_plan_has_two_passes_where_that_gains_and_there_is_room(void) {
   gmi_plan_free(&all);
   gmi_plan_free(&busy);
 }
+/* With a slot for each, first passes are computed beside the backward pass, but all of a piece where there is room. */
+static void test_plan_computes_first_passes_ahead_where_there_is_no_room_for_more(void) {
+  static instance_t i;
+  gmi_plan_t behind, results, all;
+  plan_passes(&i, 350, 8, &behind);
+  gmi_plan_free(&behind);
+  for (uint32_t p = 0; p < 8; p++) i.pieces[p].result_ns = 250, i.pieces[p].state_ns = 150;
+  make(&i.input, &behind);
+  CHECK_EQ(count_set(behind.piece_passes, 8), 8);
+  for (uint32_t p = 1; p < 8; p++) i.pieces[p].ahead_slots = 8, i.pieces[p].ahead_op = 15 - p;
+  make(&i.input, &results);
+  check_plan(&i.input, &results);
+  for (uint32_t p = 0; p < 8; p++) CHECK_EQ(results.piece_ahead[p], p > 0 ? GMI_AHEAD_RESULTS : GMI_AHEAD_NONE);
+  CHECK_EQ(count_set(results.piece_passes, 8), 8);
+  CHECK(results.predicted_ns + results.predicted_ns / 32 < behind.predicted_ns);
+  i.input.spare_slots = 64;
+  make(&i.input, &all);
+  for (uint32_t p = 0; p < 8; p++) CHECK_EQ(all.piece_ahead[p], p > 0 ? GMI_AHEAD_ALL : GMI_AHEAD_NONE);
+  gmi_plan_free(&behind);
+  gmi_plan_free(&results);
+  gmi_plan_free(&all);
+}
 static void test_plan_states_stay_if_that_takes_fewer_copies_and_no_more_time(void) {
   enum { LAYERS = 8 };
   static instance_t i;
@@ -1794,6 +1816,7 @@ int main(int argc, char **argv) {
   RUN(test_fetches_for_pieces_come_before_the_time_outside_ops);
   RUN(test_plan_states_stay_if_that_makes_room_for_pieces_ahead);
   RUN(test_plan_has_two_passes_where_that_gains_and_there_is_room);
+  RUN(test_plan_computes_first_passes_ahead_where_there_is_no_room_for_more);
   RUN(test_plan_states_stay_if_that_takes_fewer_copies_and_no_more_time);
   RUN(test_simulate_random_instances_equal_events);
   RUN(test_simulate_random_groups_equal_events);
