@@ -190,7 +190,7 @@ static void look(gmi_workers_t *l, bool from_end) {
 static gmi_job_t *pick(gmi_workers_t *l) {
   if (!l->first) return NULL;
   uint64_t now_ns = l->m->device.ops->now(l->m->device.self);
-  /* No second pass before the first ones that can run. */
+  /* Few second passes before the first ones that can run. */
   const uint64_t least_ns = !l->ready ? 0 : l->ready->passes.now == GEMINI_PASS_STATES ? LOOK_NS / 4 : LOOK_NS;
   if (now_ns - l->looked_ns >= least_ns) {
     l->looked_ns = now_ns;
