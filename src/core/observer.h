@@ -96,7 +96,8 @@ typedef struct gmi_advice {
   /* Does the plan of the running iteration have the chunk stay on the device for good? */
   bool (*stays)(struct gmi_manager *m, const struct gmi_chunk *c);
   /* Is it worth computing ahead, on the host, what begins at this element of the arena, in an update that this
-   * iteration has yet to make? unit: elements of a piece. */
+   * iteration has yet to make? unit: elements of a piece. *results_out: its results alone, as the first of two
+   * passes. */
   bool (*unit_ahead)(struct gmi_manager *m, uint32_t arena, uint64_t element, uint64_t unit, bool *results_out);
   /* Do gathered chunks stay when their operator ends, because it is known which ones will leave for others? The same on
    * all ranks. */

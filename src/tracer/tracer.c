@@ -75,16 +75,18 @@ void gmi_tracer_forget(gmi_manager_t *m) {
 }
 
 /* ---- brackets */
-uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns) {
+uint64_t gmi_times_median(const uint64_t *ns, uint32_t count) {
   uint64_t sorted[GMI_TIMES];
-  times->ns[times->count++ % GMI_TIMES] = ns;
-  const uint32_t count = times->count < GMI_TIMES ? times->count : GMI_TIMES;
   for (uint32_t i = 0; i < count; i++) {
     uint32_t at = i;
-    for (; at > 0 && sorted[at - 1] > times->ns[i]; at--) sorted[at] = sorted[at - 1];
-    sorted[at] = times->ns[i];
+    for (; at > 0 && sorted[at - 1] > ns[i]; at--) sorted[at] = sorted[at - 1];
+    sorted[at] = ns[i];
   }
-  return sorted[(count - 1) / 2];
+  return count ? sorted[(count - 1) / 2] : 0;
+}
+uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns) {
+  times->ns[times->count++ % GMI_TIMES] = ns;
+  return gmi_times_median(times->ns, times->count < GMI_TIMES ? times->count : GMI_TIMES);
 }
 
 /* Learns the times of the last iteration's ops that have not been learned yet. The times of warm-up, which include

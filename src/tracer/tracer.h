@@ -32,6 +32,8 @@ typedef struct gmi_times {
   uint32_t count, reserved; /* ever added */
 } gmi_times_t;
 uint64_t gmi_times_add(gmi_times_t *times, uint64_t ns); /* returns the median */
+/* Of at most GMI_TIMES times, the lower one of two; 0: there is none. */
+uint64_t gmi_times_median(const uint64_t *ns, uint32_t count);
 
 typedef struct gmi_trace_use { /* a use: bytes that an op accesses, in the arena that stores them */
   uint32_t arena, mode;
@@ -130,7 +132,7 @@ bool gmi_tracer_piece_on_device(gmi_manager_t *m, uint32_t index, uint32_t piece
 bool gmi_tracer_stays(gmi_manager_t *m, const gmi_chunk_t *c);
 /* Returns whether to compute ahead, on the host, the piece that begins at element of arena, which an update of it names
  * first. unit: elements of a piece. A plan that was made for it says so; without one, what the plan runs on the host
- * is. */
+ * is. *results_out: its results alone are to be computed, as the first of two passes. */
 bool gmi_tracer_unit_ahead(gmi_manager_t *m, uint32_t arena, uint64_t element, uint64_t unit, bool *results_out);
 /* The next use of one of the chunks that the piece shares with ops, in the encoding of gmi_chunk_t's next_use;
  * UINT64_MAX: unknown. */

@@ -11,7 +11,6 @@
  * those of another plan, or for none, and as it moves what that plan has left elsewhere, it may leave fewer to the
  * second than any later one does. A plan of which only these are known does not come back for good, but to be compared
  * with the one that took its place; and only if it seems to be better by the longer of them. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "tracer/variants.h"
@@ -72,20 +71,10 @@ static void add_step(steps_t *steps, const step_t *step, uint64_t ns) {
   if (step->nth < 2 && ns > steps->opening[step->took]) steps->opening[step->took] = ns;
   if (step->nth >= 2) steps->ns[step->took][steps->count[step->took]++ % TRIAL_STEPS] = ns;
 }
-/* 0: none was measured. */
-static int compare_ns(const void *a, const void *b) {
-  const uint64_t *x = a, *y = b;
-  return *x < *y ? -1 : *x > *y;
-}
-/* The median of the newest steps, the shorter one of two; 0: none is known. */
+/* The median of the newest steps; 0: none is known. */
 static uint64_t median_step(const steps_t *steps, bool took) {
-  const uint64_t *all = steps->ns[took];
-  uint64_t ns[TRIAL_STEPS];
-  uint32_t known = 0;
-  for (int i = 0; i < TRIAL_STEPS; i++)
-    if (all[i]) ns[known++] = all[i];
-  qsort(ns, known, sizeof *ns, compare_ns);
-  return known ? ns[(known - 1) / 2] : 0;
+  const uint32_t count = steps->count[took];
+  return gmi_times_median(steps->ns[took], count < TRIAL_STEPS ? count : TRIAL_STEPS);
 }
 
 /* The plan becomes the variant's, whose own is gone, and no plan can come back. */
